@@ -1,0 +1,49 @@
+"""What travels between the stations: a `Prompt` goes into the rollout, `Sample`s come out and collect what is learned of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class Prompt:
+    """One row of a prompt file, tokenised once."""
+
+    index: int  # row number in the data set; names the prompt in messages and in the resumable cursor
+    data_source: str
+    token_ids: list[int]
+    ground_truth: str
+    text: str = ""  # what was tokenised, for sample dumps
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response to one prompt. Lists and tensors over the response have the same length."""
+
+    prompt: Prompt
+    group: int  # which prompt of the rollout this answers; the samples of one group are compared with each other
+    response_ids: list[int]  # exactly the sampled tokens, the end token included when one was sampled
+    rollout_logprobs: list[float]  # of the sampled tokens, at the sampling temperature, as the engine reports them
+    temperature: float
+    finish_reason: FinishReason
+    weight_version: int
+    response_text: str = ""  # decoded without special tokens; only graders and dumps read it
+    reward: float = 0.0
+    advantages: torch.Tensor | None = None  # [response] fp32
+    old_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
+    reference_logprobs: torch.Tensor | None = None  # [response] fp32, by the frozen reference policy
+    entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
+
+    @property
+    def response_length(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def total_length(self) -> int:
+        return len(self.prompt.token_ids) + len(self.response_ids)

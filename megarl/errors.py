@@ -1,0 +1,30 @@
+"""The one exception for mistakes that the user can mend, and how an entry point reports it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """A mistake in the user's input: one line that says what is wrong, where, and what is allowed."""
+
+
+def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """`main` wrapped so that a `UserError` becomes one line on standard error and exit code 2.
+
+    Under torchrun every rank fails alike; only rank 0 prints, so that the line appears once.
+    """
+
+    @functools.wraps(main)
+    def wrapper(*args: object, **kwargs: object) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+
+    return wrapper
