@@ -1,0 +1,304 @@
+"""Prompt files in verl's columns, read and tokenised once, and the resumable cursor that hands the prompts out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from megarl.data.rows import Row, read_rows
+from megarl.data.samples import Prompt, Sample
+from megarl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+PROMPT_COLUMNS = ("data_source", "prompt", "reward_model")
+DEMONSTRATION_COLUMNS = ("data_source", "prompt", "response")
+
+
+class DataConfig(BaseModel):
+    """Which prompts, and how they become tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    files: list[str] = Field(
+        min_length=1,
+        description="Parquet or jsonl files with verl's columns: data_source, prompt, reward_model, extra_info.",
+    )
+    chat_template: bool = Field(
+        True,
+        description="Wrap prompts in the tokenizer's chat template; false takes the messages' text as it stands.",
+    )
+    max_prompt_length: int = Field(1024, ge=1, description="Tokens of a prompt at most, the template's included.")
+    overlong: Literal["truncate_left", "filter", "error"] = Field(
+        "error", description="Longer prompts: cut tokens from the left, drop the row, or stop and name it."
+    )
+    shuffle: bool = Field(True, description="A new order in every epoch; false keeps the order of the files.")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The tokenised prompts of a list of files."""
+
+    prompts: list[Prompt]
+    truncated: int  # prompts that lost tokens on the left
+    filtered: int  # rows dropped because they were too long
+    fingerprint: str  # sha256 over token ids, data sources and ground truths, in order
+
+
+def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any) -> PromptSet:
+    """The prompts of all files in order, tokenised by an HF tokenizer, with the counts of cut and dropped ones.
+
+    Raises UserError naming file, row (from 1) and column for whatever cannot be read, an overlong prompt under
+    `overlong: error`, or when no prompt is left.
+    """
+    rows = read_rows(files, PROMPT_COLUMNS)
+    texts = [_prompt_text(row, config, tokenizer) for row in rows]
+    prompts: list[Prompt] = []
+    truncated = filtered = 0
+    encoded = _encode_prompts(texts, config, tokenizer)
+    for index, (row, text, all_ids) in enumerate(zip(rows, texts, encoded, strict=True)):
+        ids, was_cut = _within_limit(row, all_ids, config)
+        truncated += was_cut
+        if ids is None:
+            filtered += 1
+            continue
+        prompts.append(
+            Prompt(
+                index=index,
+                data_source=row.text("data_source"),
+                token_ids=ids,
+                ground_truth=_ground_truth(row),
+                text=text,
+                extra_info=_extra_info(row),
+            )
+        )
+    _report(files, config, len(prompts), truncated, filtered)
+    return PromptSet(prompts, truncated, filtered, _fingerprint(prompts))
+
+
+def load_demonstrations(files: Sequence[str], config: DataConfig, tokenizer: Any) -> list[Sample]:
+    """Demonstrations as finished samples: column `response` holds the text, to which the end token is added.
+
+    They take the policy's data path like any rollout: temperature 1, reward 0, and NaN for the log-probs that no
+    engine reported. The response is tokenised on its own, as one is generated. Raises UserError like `load_prompts`,
+    and for a tokenizer without an end token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("demonstrations need a tokenizer with an end-of-sequence token; this one has none")
+    rows = read_rows(files, DEMONSTRATION_COLUMNS)
+    texts = [_prompt_text(row, config, tokenizer) for row in rows]
+    responses = [row.text("response") for row in rows]
+    response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
+    samples: list[Sample] = []
+    truncated = filtered = 0
+    for index, (row, all_ids) in enumerate(zip(rows, _encode_prompts(texts, config, tokenizer), strict=True)):
+        ids, was_cut = _within_limit(row, all_ids, config)
+        truncated += was_cut
+        if ids is None:
+            filtered += 1
+            continue
+        truth = _ground_truth(row) if row.values.get("reward_model") is not None else ""
+        prompt = Prompt(index, row.text("data_source"), ids, truth, texts[index], _extra_info(row))
+        full = [*response_ids[index], tokenizer.eos_token_id]
+        samples.append(
+            Sample(
+                prompt=prompt,
+                group=index,
+                response_ids=full,
+                rollout_logprobs=[math.nan] * len(full),
+                temperature=1.0,
+                finish_reason="stop",
+                weight_version=0,
+                response_text=responses[index],
+            )
+        )
+    _report(files, config, len(samples), truncated, filtered)
+    return samples
+
+
+class PromptCursor:
+    """Hands out prompts epoch after epoch, each in its own order; what is saved moves on only at `commit`."""
+
+    def __init__(self, prompt_set: PromptSet, *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompt_set.prompts
+        self._fingerprint = prompt_set.fingerprint
+        self._order = EpochOrder(len(prompt_set.prompts), seed=seed, shuffle=shuffle)
+        self._committed = 0  # prompts consumed since the first epoch began
+        self._taken = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; the epoch's end is no border. They count as consumed only after `commit`."""
+        places = self._order.places(self._taken, count)
+        self._taken += count
+        return [self._prompts[place] for place in places]
+
+    def commit(self) -> None:
+        """Nothing; all prompts taken so far are consumed, so a run resumed from here goes on after them."""
+        self._committed = self._taken
+
+    def rollback(self) -> None:
+        """Nothing; prompts taken since the last commit will be handed out again."""
+        self._taken = self._committed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed place: epoch, position in it, and what it is a place in (data set, seed, shuffle)."""
+        epoch, position = divmod(self._committed, len(self._prompts))
+        return {
+            "epoch": epoch,
+            "position": position,
+            "fingerprint": self._fingerprint,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing; goes on at a saved place. Raises UserError for another data set, seed or shuffle setting."""
+        own = self.state_dict()
+        if state["fingerprint"] != own["fingerprint"]:
+            raise UserError(
+                f"the saved data cursor belongs to another data set (fingerprint {state['fingerprint'][:12]}, "
+                f"these files have {own['fingerprint'][:12]}): resume with the same files, tokenizer and data settings"
+            )
+        for name in ("seed", "shuffle"):
+            if state[name] != own[name]:
+                raise UserError(f"the saved data cursor has {name} = {state[name]}, this run {own[name]}; keep it")
+        self._committed = self._taken = state["epoch"] * len(self._prompts) + state["position"]
+
+
+class DemonstrationCursor:
+    """Hands out demonstrations in a new order every epoch."""
+
+    def __init__(self, demonstrations: Sequence[Sample], *, seed: int) -> None:
+        self._demonstrations = demonstrations
+        self._order = EpochOrder(len(demonstrations), seed=seed, shuffle=True)
+        self._taken = 0
+
+    def take(self, count: int) -> list[Sample]:
+        """The next `count` demonstrations; the epoch's end is no border."""
+        places = self._order.places(self._taken, count)
+        self._taken += count
+        return [self._demonstrations[place] for place in places]
+
+
+class EpochOrder:
+    """The endless sequence of places 0..size-1 in which every epoch is a permutation made from (seed, epoch) alone."""
+
+    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
+        if size < 1:
+            raise ValueError("there is nothing to order")
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def places(self, start: int, count: int) -> list[int]:
+        """`count` places from the sequence's `start`-th on."""
+        return [self._of_epoch(number // self.size)[number % self.size] for number in range(start, start + count)]
+
+    def _of_epoch(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            epoch = 0
+        if epoch != self._epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.size) if self.shuffle else None
+            self._permutation = order.tolist() if order is not None else list(range(self.size))
+            self._epoch = epoch
+        return self._permutation
+
+
+def _prompt_text(row: Row, config: DataConfig, tokenizer: Any) -> str:
+    """What is tokenised: the messages in the chat template, up to the answer, or their text joined by blank lines."""
+    content = row.values["prompt"]
+    if isinstance(content, str) and content.strip():
+        messages = [{"role": "user", "content": content}]
+    elif isinstance(content, list) and content:
+        messages = [_message(row, place, message) for place, message in enumerate(content)]
+    elif content == "" or content == [] or isinstance(content, str):
+        raise row.error("prompt", "is empty")
+    else:
+        raise row.error("prompt", f"is {type(content).__name__}; allowed: text or a list of {{role, content}}")
+    if not config.chat_template:
+        return "\n\n".join(message["content"] for message in messages)
+    if not tokenizer.chat_template:
+        raise UserError("data.chat_template = true, but the tokenizer has no chat template; set it to false")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of their own, with errors of any type
+        raise row.error("prompt", f"does not fit the chat template: {' '.join(str(error).split())}") from error
+
+
+def _message(row: Row, place: int, message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise row.error("prompt", f"message {place + 1} is not {{role: text, content: text}}")
+    if not message["content"].strip():
+        raise row.error("prompt", f"message {place + 1} is empty")
+    return {"role": message["role"], "content": message["content"]}
+
+
+def _encode_prompts(texts: list[str], config: DataConfig, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the prompts. A template writes its special tokens itself; plain text gets the tokenizer's own."""
+    return tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+
+
+def _within_limit(row: Row, ids: list[int], config: DataConfig) -> tuple[list[int] | None, bool]:
+    """(ids within the limit or None for a row to drop, whether they were cut)."""
+    if not ids:
+        raise row.error("prompt", "has no tokens")
+    if len(ids) <= config.max_prompt_length:
+        return ids, False
+    if config.overlong == "truncate_left":
+        return ids[-config.max_prompt_length :], True
+    if config.overlong == "filter":
+        return None, False
+    raise row.error(
+        "prompt",
+        f"has {len(ids)} tokens, data.max_prompt_length = {config.max_prompt_length}; raise it or set data.overlong "
+        "to truncate_left or filter",
+    )
+
+
+def _ground_truth(row: Row) -> str:
+    model = row.values["reward_model"]
+    if not isinstance(model, dict) or "ground_truth" not in model:
+        raise row.error("reward_model", "is not {style, ground_truth}")
+    truth = model["ground_truth"]
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        raise row.error("reward_model.ground_truth", f"is {type(truth).__name__}; allowed: text or a number")
+    if not str(truth).strip():
+        raise row.error("reward_model.ground_truth", "is empty")
+    return str(truth)
+
+
+def _extra_info(row: Row) -> dict[str, Any]:
+    info = row.values.get("extra_info")
+    if info is None:
+        return {}
+    if not isinstance(info, dict):
+        raise row.error("extra_info", f"is {type(info).__name__}; allowed: an object")
+    return info
+
+
+def _report(files: Sequence[str], config: DataConfig, kept: int, truncated: int, filtered: int) -> None:
+    """Nothing; logs what the length limit did. Raises UserError when it left nothing."""
+    named = ", ".join(files)
+    if truncated or filtered:
+        logger.warning(
+            "%s: of %d rows %d were longer than %d tokens (%d cut on the left, %d dropped)",
+            *(named, kept + filtered, truncated + filtered, config.max_prompt_length, truncated, filtered),
+        )
+    if not kept:
+        raise UserError(f"{named}: every prompt is longer than data.max_prompt_length = {config.max_prompt_length}")
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = [prompt.index, prompt.data_source, prompt.token_ids, prompt.ground_truth]
+        digest.update(json.dumps(row).encode() + b"\n")
+    return digest.hexdigest()
