@@ -1,0 +1,134 @@
+"""One rollout's updates: advantages, mini-batches, covariance and selection over the whole mini-batch, optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.data.samples import Sample
+from megarl.objective.losses import token_weights
+from megarl.objective.objective import (
+    ObjectiveConfig,
+    Selection,
+    compute_advantages,
+    policy_loss,
+    select_tokens,
+)
+from megarl.policy.megatron import MegatronPolicy, TokenTable
+
+if TYPE_CHECKING:
+    from megarl.session import Session
+
+
+def learn(session: Session, samples: list[Sample], step: int) -> dict[str, float]:
+    """The metrics of one rollout's updates, averaged over them; afterwards the policy's weights are the new ones."""
+    config = session.config
+    if session.reference is not None:
+        attach_reference_logprobs(session.reference, samples)
+    attach_advantages(config.objective, samples)
+    collected: list[dict[str, float]] = []
+    for order, mini_batch in enumerate(split_groups(samples, config.loop.updates_per_step)):
+        key = (config.run.seed, step, order)
+        collected.append(update_on(session.policy, config.objective, mini_batch, key, first=order == 0))
+    return average(collected)
+
+
+def update_on(
+    policy: MegatronPolicy, objective: ObjectiveConfig, samples: list[Sample], key: tuple[int, ...], *, first: bool
+) -> dict[str, float]:
+    """The metrics of one optimizer update on a mini-batch.
+
+    A loss that selects tokens needs log-probs of the current policy before the update: for the `first` mini-batch after
+    a rollout the old ones are exactly those, later ones take a forward pass more.
+    """
+    table = token_table(objective, samples, policy.device)
+    selects = objective.loss != "ppo" and objective.covariance_scope == "minibatch"
+    if selects:
+        current = table.old_logprobs if first else policy.score(samples).logprobs
+        selection = covariance_of(objective, table, current, key)
+        table.selected = selection.selected
+    result = policy.update(
+        samples, table, partial(policy_loss, objective, key=key), entropy_gradient=objective.entropy_coefficient != 0
+    )
+    if not selects:
+        selection = covariance_of(objective, table, result.logprobs, key)
+    return selection.statistics | result.metrics
+
+
+def covariance_of(
+    objective: ObjectiveConfig, table: TokenTable, current: torch.Tensor, key: tuple[int, ...]
+) -> Selection:
+    """Covariance statistics and selected tokens of a mini-batch whose tokens are all at hand on every rank."""
+    count = len(current)
+    everything = torch.ones(count, dtype=torch.bool, device=current.device)
+    token_id = torch.arange(count, device=current.device)
+    return select_tokens(objective, current, table.old_logprobs, table.advantages, everything, token_id, None, key)
+
+
+def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """The samples cut into at most `parts` mini-batches of whole groups, as even in groups as can be."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    ordered = list(groups.values())
+    parts = min(parts, len(ordered))
+    bounds = [len(ordered) * part // parts for part in range(parts + 1)]
+    return [
+        [sample for group in ordered[start:end] for sample in group]
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def attach_reference_logprobs(reference: MegatronPolicy, samples: Sequence[Sample]) -> None:
+    """Nothing; sets `reference_logprobs` by the frozen reference policy."""
+    scores = reference.score(samples)
+    lengths = [sample.response_length for sample in samples]
+    for sample, logprobs in zip(samples, scores.logprobs.cpu().split(lengths), strict=True):
+        sample.reference_logprobs = logprobs
+
+
+def attach_advantages(objective: ObjectiveConfig, samples: Sequence[Sample]) -> None:
+    """Nothing; sets the per-token `advantages` of the samples, all groups of the rollout taken together."""
+    lengths = torch.tensor([sample.response_length for sample in samples])
+    advantages = compute_advantages(
+        objective,
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
+        group=torch.tensor([sample.group for sample in samples]),
+        lengths=lengths,
+        old_logprob=_flat(samples, "old_logprobs"),
+        reference_logprob=_flat(samples, "reference_logprobs"),
+    )
+    for sample, values in zip(samples, advantages.split(lengths.tolist()), strict=True):
+        sample.advantages = values.float()
+
+
+def token_table(objective: ObjectiveConfig, samples: Sequence[Sample], device: torch.device) -> TokenTable:
+    """The mini-batch's flat per-token arrays, with each token's exact share in the loss."""
+    lengths = torch.tensor([sample.response_length for sample in samples])
+    advantages, old_logprobs = _flat(samples, "advantages"), _flat(samples, "old_logprobs")
+    assert advantages is not None and old_logprobs is not None
+    reference = _flat(samples, "reference_logprobs")
+    return TokenTable(
+        weights=token_weights(lengths, objective.reduction, constant=objective.constant_length).to(device),
+        advantages=advantages.to(device),
+        old_logprobs=old_logprobs.to(device),
+        reference_logprobs=None if reference is None else reference.to(device),
+    )
+
+
+def _flat(samples: Sequence[Sample], name: str) -> torch.Tensor | None:
+    pieces = [getattr(sample, name) for sample in samples]
+    return None if any(piece is None for piece in pieces) else torch.cat(pieces)
+
+
+def average(collected: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the updates that reported it."""
+    names = {name for metrics in collected for name in metrics}
+    return {
+        name: sum(values) / len(values)
+        for name in names
+        for values in [[metrics[name] for metrics in collected if name in metrics]]
+    }

@@ -1,0 +1,222 @@
+"""HF weights into Megatron shards and back, by the families' tables; only this rank's slices are read from disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from megarl.errors import UserError
+from megarl.policy.families.table import EMBEDDING, FINAL_NORM, OUTPUT, Sharding, WeightRule
+from megarl.policy.model import ModelShape, PolicyModel
+from megarl.policy.parallel import Layout
+
+
+class SafetensorsFolder:
+    """The tensors of an HF folder by name, over one file or several with an index; slices are read on demand."""
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = ["model.safetensors"]
+        self._where: dict[str, Any] = {}
+        for name in files:
+            if not (folder / name).is_file():
+                raise UserError(f"{folder}: weight file {name} is missing")
+            handle: Any = safe_open(folder / name, framework="pt")
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def slice(self, name: str) -> Any:
+        return self._where[name].get_slice(name)
+
+
+def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every HF tensor name of the model with its shape."""
+    hidden, width = shape.hidden, shape.head_width
+    query, key_value = shape.heads * width, shape.key_value_heads * width
+    by_suffix: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (shape.vocabulary, hidden),
+        "lm_head.weight": (shape.vocabulary, hidden),
+        "q_proj.weight": (query, hidden),
+        "k_proj.weight": (key_value, hidden),
+        "v_proj.weight": (key_value, hidden),
+        "q_proj.bias": (query,),
+        "k_proj.bias": (key_value,),
+        "v_proj.bias": (key_value,),
+        "o_proj.weight": (hidden, query),
+        "gate_proj.weight": (shape.feed_forward, hidden),
+        "up_proj.weight": (shape.feed_forward, hidden),
+        "down_proj.weight": (hidden, shape.feed_forward),
+        "q_norm.weight": (width,),
+        "k_norm.weight": (width,),
+    }
+    names = [*EMBEDDING.hf, *FINAL_NORM.hf, *(() if shape.tied else OUTPUT.hf)]
+    for layer in range(shape.layers):
+        names += [name.format(layer=layer) for rule in shape.family.layer_rules for name in rule.hf]
+    return {name: by_suffix.get(".".join(name.split(".")[-2:]), (hidden,)) for name in names}
+
+
+def check_tensors(folder: str | Path, source: SafetensorsFolder, shape: ModelShape) -> None:
+    """Nothing, or a UserError that lists missing, unexpected and mis-shaped tensors."""
+    expected = expected_tensors(shape)
+    # A tied model may store its output weight a second time; it is the embedding.
+    found = source.names() - (set(OUTPUT.hf) if shape.tied else set())
+    problems = [f"missing {name}" for name in sorted(set(expected) - found)]
+    problems += [f"unexpected {name}" for name in sorted(found - set(expected))]
+    problems += [
+        f"{name} has shape {source.shape(name)}, not {expected[name]}"
+        for name in sorted(found & set(expected))
+        if source.shape(name) != expected[name]
+    ]
+    if problems:
+        more = f" (+{len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise UserError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
+
+
+def _model_rules(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
+    """This chunk's parameters with their rules and global layer numbers (-1 outside the layers)."""
+    if chunk.pre_process:
+        yield chunk.get_parameter(EMBEDDING.megatron), EMBEDDING, -1
+    for layer in chunk.decoder.layers:
+        for rule in shape.family.layer_rules:
+            yield layer.get_parameter(rule.megatron), rule, layer.layer_number - 1
+    if chunk.post_process:
+        yield chunk.get_parameter(FINAL_NORM.megatron), FINAL_NORM, -1
+        if not shape.tied:
+            yield chunk.get_parameter(OUTPUT.megatron), OUTPUT, -1
+
+
+def _rows(tensor: Any, rank: int, ranks: int) -> torch.Tensor:
+    count = tensor.get_shape()[0] // ranks
+    return tensor[rank * count : (rank + 1) * count]
+
+
+def _vocabulary_rows(tensor: Any, rank: int, rows: int) -> torch.Tensor:
+    vocabulary, hidden = tensor.get_shape()
+    part = tensor[min(rank * rows, vocabulary) : min((rank + 1) * rows, vocabulary)]
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], hidden)])
+
+
+def _interleave_qkv(parts: list[torch.Tensor], key_value_heads: int) -> torch.Tensor:
+    """[rows, ...] with, for each key-value head, its query heads, then its key, then its value."""
+    tail = parts[0].shape[1:]
+    return torch.cat([part.reshape(key_value_heads, -1, *tail) for part in parts], dim=1).reshape(-1, *tail)
+
+
+def _separate_qkv(fused: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+    tail = fused.shape[1:]
+    queries = shape.heads // shape.key_value_heads
+    grouped = fused.reshape(shape.key_value_heads, (queries + 2) * shape.head_width, *tail)
+    parts = grouped.split([queries * shape.head_width, shape.head_width, shape.head_width], dim=1)
+    return [part.reshape(-1, *tail) for part in parts]
+
+
+def _shard(rule: WeightRule, tensors: list[Any], shape: ModelShape, layout: Layout, rows: int) -> torch.Tensor:
+    """This tensor-parallel rank's Megatron parameter, from lazily sliced HF tensors."""
+    rank, ranks = layout.tensor_rank, layout.tensor_size
+    match rule.sharding:
+        case Sharding.REPLICATED:
+            return tensors[0][:]
+        case Sharding.VOCABULARY:
+            return _vocabulary_rows(tensors[0], rank, rows)
+        case Sharding.COLUMNS:
+            count = tensors[0].get_shape()[1] // ranks
+            return tensors[0][:, rank * count : (rank + 1) * count]
+        case Sharding.QKV:
+            return _interleave_qkv([_rows(t, rank, ranks) for t in tensors], shape.key_value_heads // ranks)
+        case Sharding.GATED:
+            return torch.cat([_rows(t, rank, ranks) for t in tensors])
+
+
+def _assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+    """The full HF tensors of a rule, from the shards of all tensor-parallel ranks."""
+    match rule.sharding:
+        case Sharding.REPLICATED:
+            return [shards[0]]
+        case Sharding.VOCABULARY:
+            return [torch.cat(shards)[: shape.vocabulary]]
+        case Sharding.COLUMNS:
+            return [torch.cat(shards, dim=1)]
+        case Sharding.QKV:
+            return _separate_qkv(torch.cat(shards), shape)
+        case Sharding.GATED:
+            halves = [shard.chunk(2) for shard in shards]
+            return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+
+
+@torch.no_grad()
+def load_hf_weights(folder: str | Path, chunks: list[PolicyModel], shape: ModelShape, layout: Layout) -> None:
+    """Nothing; fills this rank's parameters from the folder. Raises UserError when names or shapes do not fit."""
+    source = SafetensorsFolder(folder)
+    check_tensors(folder, source, shape)
+    for chunk in chunks:
+        for parameter, rule, layer in _model_rules(chunk, shape):
+            tensors = [source.slice(name.format(layer=layer)) for name in rule.hf]
+            parameter.copy_(_shard(rule, tensors, shape, layout, parameter.shape[0]))
+        if shape.tied and chunk.post_process and not chunk.pre_process:
+            weight = chunk.output_layer.weight
+            weight.copy_(_vocabulary_rows(source.slice(EMBEDDING.hf[0]), layout.tensor_rank, weight.shape[0]))
+
+
+@torch.no_grad()
+def gather_hf_tensors(
+    chunks: list[PolicyModel], shape: ModelShape, layout: Layout, *, attribute: str = "data"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, full tensor) of every weight on every rank, one Megatron parameter at a time.
+
+    Collective over tensor- and pipeline-parallel ranks: every rank must consume the iterator to its end. Vocabulary
+    padding is left out. `attribute` names what is gathered: `data`, or `main_grad` for gradients.
+    """
+    if layout.pipeline_size == 1:
+        for chunk in chunks:
+            for parameter, rule, layer in _model_rules(chunk, shape):
+                yield from _gather_one(getattr(parameter, attribute), rule, layer, shape, layout)
+        return
+    yield from _gather_over_stages(chunks, shape, layout, attribute)
+
+
+def _gather_one(
+    tensor: torch.Tensor, rule: WeightRule, layer: int, shape: ModelShape, layout: Layout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    shards = [tensor.contiguous()]
+    if rule.sharding is not Sharding.REPLICATED and layout.tensor_group is not None:
+        shards = [torch.empty_like(shards[0]) for _ in range(layout.tensor_size)]
+        dist.all_gather(shards, tensor.contiguous(), group=layout.tensor_group)
+    names = [name.format(layer=layer) for name in rule.hf]
+    yield from zip(names, _assemble(rule, shards, shape), strict=True)
+
+
+def _gather_over_stages(
+    chunks: list[PolicyModel], shape: ModelShape, layout: Layout, attribute: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `gather_hf_tensors`, with each stage sending what it owns to the others, one parameter at a time."""
+    mine = [
+        (getattr(parameter, attribute), rule, layer)
+        for chunk in chunks
+        for parameter, rule, layer in _model_rules(chunk, shape)
+    ]
+    described = [(rule, layer, tuple(tensor.shape), tensor.dtype) for tensor, rule, layer in mine]
+    group = layout.pipeline_group
+    stages: list[Any] = [None] * layout.pipeline_size
+    dist.all_gather_object(stages, described, group=group)
+    for stage, rules in enumerate(stages):
+        source = dist.get_global_rank(group, stage)
+        own = source == layout.rank
+        for order, (rule, layer, size, dtype) in enumerate(rules):
+            tensor = mine[order][0].contiguous() if own else torch.empty(size, dtype=dtype, device=mine[0][0].device)
+            dist.broadcast(tensor, src=source, group=group)
+            yield from _gather_one(tensor, rule, layer, shape, layout)

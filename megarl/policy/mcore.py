@@ -1,0 +1,49 @@
+"""The one door through which megarl reaches Megatron-Core: prepares the CPU where there is no GPU, then imports."""
+
+import warnings
+
+import torch
+
+from megarl.policy import cpu
+
+if not torch.cuda.is_available():
+    cpu.enable()
+
+with warnings.catch_warnings():
+    if not torch.cuda.is_available():
+        # Each import says that Transformer Engine and apex are missing, which is what a CPU is expected to lack.
+        warnings.simplefilter("ignore")
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+if not torch.cuda.is_available():
+    cpu.patch_megatron()
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTModel",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "parallel_state",
+    "tensor_parallel",
+]

@@ -1,0 +1,358 @@
+"""The policy on Megatron-Core: scores samples, updates on a mini-batch, hands its weights over under HF names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import save_file
+
+from megarl.data.batching import balance
+from megarl.data.samples import Sample
+from megarl.errors import UserError
+from megarl.objective.objective import LossOutput, TokenInputs
+from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
+from megarl.policy.hf_weights import gather_hf_tensors, load_hf_weights
+from megarl.policy.mcore import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    clip_grad_by_total_norm_fp32,
+    finalize_model_grads,
+    get_forward_backward_func,
+    tensor_parallel,
+)
+from megarl.policy.micro_batch import MicroBatch, build_micro_batches, token_offsets
+from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks, in_half_precision, unwrapped
+from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule
+from megarl.policy.parallel import Layout, ParallelConfig
+
+
+class PolicyConfig(BaseModel):
+    """How the policy cuts its work."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    micro_batch_tokens: int = Field(
+        16384,
+        ge=1,
+        description="Padded tokens per micro-batch of one rank; a longer sequence gets its own micro-batch.",
+    )
+    head: Literal["logits", "hidden"] = Field(
+        "logits",
+        description="`logits` holds one micro-batch's logits; `hidden` never does (less memory, more time).",
+    )
+
+
+@dataclass
+class TokenTable:
+    """Flat arrays over all N response tokens of a mini-batch, in the order of its samples; the same on every rank."""
+
+    weights: torch.Tensor  # [N] fp32: each token's share in the loss; sums to 1 for a token mean
+    advantages: torch.Tensor  # [N] fp32
+    old_logprobs: torch.Tensor  # [N] fp32
+    reference_logprobs: torch.Tensor | None = None  # [N] fp32
+    selected: torch.Tensor | None = None  # [N] bool
+
+
+@dataclass
+class Scores:
+    """Per-token results over all samples, in their order; the same on every rank."""
+
+    logprobs: torch.Tensor  # [N] fp32, at each sample's temperature
+    entropies: torch.Tensor  # [N] fp32 nats, full vocabulary at temperature 1
+
+
+@dataclass
+class UpdateResult:
+    """What one optimizer update did."""
+
+    metrics: dict[str, float]  # summed over micro-batches and ranks
+    logprobs: torch.Tensor  # [N] fp32: current log-probs that the loss saw
+    skipped: bool  # a loss or gradient was not finite and no weight was changed
+
+
+class MegatronPolicy:
+    """A GPTModel in this job's layout, with its optimizer. Every method is collective: all ranks call it alike."""
+
+    def __init__(
+        self,
+        folder: str,
+        shape: ModelShape,
+        layout: Layout,
+        *,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerSection | None,
+        config: PolicyConfig,
+        total_updates: int = 1,
+    ) -> None:
+        """Loads the weights of the HF `folder`. Without an `optimizer` the policy only scores."""
+        self.shape, self.layout, self.config, self.folder = shape, layout, config, Path(folder)
+        self.megatron_config, self.chunks = build_model_chunks(shape, model, parallel)
+        load_hf_weights(folder, self.chunks, shape, layout)
+        self.modules: list[Any] = in_half_precision(self.megatron_config, self.chunks)
+        self.device = next(self.chunks[0].parameters()).device
+        self._sequence_parallel = parallel.sequence
+        self._count_multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+        self.optimizer = None
+        if optimizer is not None:
+            self._build_training(optimizer, total_updates)
+
+    def _build_training(self, section: OptimizerSection, total_updates: int) -> None:
+        distributed = section.distributed and self.layout.data_size > 1
+        self.modules = [
+            DistributedDataParallel(
+                self.megatron_config,
+                DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True),
+                module,
+            )
+            for module in self.modules
+        ]
+        dtype = self.megatron_config.params_dtype
+        self.optimizer = build_optimizer(section, self.modules, dtype, distributed)
+        self.schedule = build_schedule(section, self.optimizer, total_updates)
+        self.clip_gradient = section.clip_gradient
+        self.max_skipped_updates = section.max_skipped_updates
+        self.skipped_in_a_row = 0
+        self.megatron_config.grad_scale_func = self.optimizer.scale_loss
+        self.megatron_config.finalize_model_grads_func = _sum_gradients
+
+    def score(self, samples: Sequence[Sample]) -> Scores:
+        """Log-probs at each sample's temperature and entropies at temperature 1, of all tokens of `samples`."""
+        batches, total = self._micro_batches(samples)
+        results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def keep(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            logprobs, entropies = self._head(micro_batch, hidden, entropy_gradient=False)
+            results.append((micro_batch.token_ids, logprobs, entropies))
+            return logprobs.new_zeros(()), _one_token(), {}
+
+        with torch.no_grad():
+            self._run(batches, keep, forward_only=True)
+        flat = torch.zeros(2, total, dtype=torch.float32, device=self.device)
+        if self.layout.speaks_for_its_data:
+            for token_ids, logprobs, entropies in results:
+                flat[:, token_ids] = torch.stack([logprobs, entropies])
+        if self.layout.world_size > 1:
+            dist.all_reduce(flat)
+        return Scores(logprobs=flat[0], entropies=flat[1])
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        table: TokenTable,
+        loss_function: Callable[[TokenInputs], LossOutput],
+        *,
+        entropy_gradient: bool = False,
+    ) -> UpdateResult:
+        """One optimizer update on the mini-batch `samples`: the loss is summed over all micro-batches and ranks.
+
+        `entropy_gradient` says whether the loss needs the gradient of the entropy (an entropy bonus).
+        An update with a non-finite loss or gradient is skipped; RuntimeError after `max_skipped_updates` in a row.
+        """
+        batches, total = self._micro_batches(samples)
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        logprobs_seen = torch.zeros(total, dtype=torch.float32, device=self.device)
+
+        def loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            logprobs, entropies = self._head(micro_batch, hidden, entropy_gradient=entropy_gradient)
+            output = loss_function(_token_inputs(table, micro_batch.token_ids, logprobs, entropies))
+            logprobs_seen[micro_batch.token_ids] = logprobs.detach()
+            return output.loss, _one_token(), {"sums": output.sums, "maxima": output.maxima}
+
+        for module in self.modules:
+            module.zero_grad_buffer()
+        assert self.optimizer is not None, "a policy without an optimizer only scores"
+        self.optimizer.zero_grad()
+        self.schedule.step(increment=1)
+        for output in self._run(batches, loss, forward_only=False):
+            for name, value in output["sums"].items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            for name, value in output["maxima"].items():
+                maxima[name] = max(maxima.get(name, -math.inf), float(value))
+        metrics = self._over_all_ranks(sums, maxima)
+        grad_norm, skipped = self._step(math.isfinite(metrics["policy/loss"]))
+        metrics["policy/grad_norm"] = grad_norm
+        metrics["policy/skipped_updates"] = float(skipped)
+        metrics["policy/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
+        if not self.layout.speaks_for_its_data:
+            logprobs_seen.zero_()
+        if self.layout.world_size > 1:
+            dist.all_reduce(logprobs_seen)
+        return UpdateResult(metrics, logprobs_seen, skipped)
+
+    def _step(self, finite_loss: bool) -> tuple[float, bool]:
+        """(global gradient norm before clipping, whether the update was skipped)."""
+        optimizer: Any = self.optimizer
+        found_inf = optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if found_inf or not finite_loss or not math.isfinite(grad_norm):
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= self.max_skipped_updates:
+                raise RuntimeError(
+                    f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient "
+                    f"(last gradient norm {grad_norm}); the weights are those before the first of them"
+                )
+            return grad_norm, True
+        self.skipped_in_a_row = 0
+        if self.clip_gradient > 0:
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                if not getattr(part, "is_stub_optimizer", False):
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_gradient, grad_norm)
+        optimizer.step_with_ready_grads()
+        return grad_norm, False
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks."""
+        return gather_hf_tensors(self.chunks, self.shape, self.layout)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Nothing; writes an HF folder (weights, config, tokenizer) beside `folder` and renames it into place."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self.hf_tensors():
+            if self.layout.rank == 0:
+                tensors[name] = tensor.detach().clone().cpu().contiguous()
+        if self.layout.rank == 0:
+            _write_hf_folder(Path(folder), self.folder, tensors, str(self.megatron_config.params_dtype)[6:])
+        if self.layout.world_size > 1:
+            dist.barrier()
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> tuple[list[MicroBatch], int]:
+        for sample in samples:
+            if sample.total_length - 1 > self.shape.max_positions:
+                raise UserError(
+                    f"prompt {sample.prompt.index} with its response has {sample.total_length} tokens; "
+                    f"the model takes {self.shape.max_positions}"
+                )
+        offsets = token_offsets(samples)
+        mine = balance([sample.total_length for sample in samples], self.layout.data_size)[self.layout.data_rank]
+        batches = build_micro_batches(
+            samples,
+            mine,
+            offsets,
+            token_budget=self.config.micro_batch_tokens,
+            length_multiple=self.layout.tensor_size if self._sequence_parallel else 1,
+            count_multiple=self._count_multiple,
+            device=self.device,
+        )
+        return batches, offsets[-1]
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        on_last_stage: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]],
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, Any]]:
+        """Runs Megatron's schedule; what `on_last_stage` reported per micro-batch (empty on other stages)."""
+
+        def forward_step(iterator: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro_batch = next(iterator)
+            options = {"fp32_output": False} if self.megatron_config.bf16 else {}
+            hidden = module(micro_batch.input_ids, micro_batch.position_ids, None, **options)
+            return hidden, functools.partial(on_last_stage, micro_batch)
+
+        iterators = [iter(batches) for _ in self.modules]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.modules if len(self.modules) > 1 else self.modules[0],
+            num_microbatches=len(batches),
+            seq_length=max(batch.input_ids.shape[1] for batch in batches),
+            micro_batch_size=max(batch.input_ids.shape[0] for batch in batches),
+            forward_only=forward_only,
+        )
+
+    def _head(
+        self, micro_batch: MicroBatch, hidden: torch.Tensor, *, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [T] at the sampling temperature and entropies [T] at temperature 1, from [s, b, h] hidden states."""
+        if self._sequence_parallel:
+            # Its backward sums the gradient over the tensor ranks while it scatters it.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        weight = unwrapped(self.modules[-1]).head_weight()
+        predicting = hidden.flatten(0, 1)[micro_batch.predicting].to(weight.dtype)
+        common: dict[str, Any] = {
+            "temperature": micro_batch.temperature,
+            "entropy_temperature": 1.0,
+            "vocab_size": self.shape.vocabulary,
+            "group": self.layout.tensor_group,
+            "entropy_gradient": entropy_gradient,
+        }
+        if self.config.head == "hidden":
+            return linear_logprob_entropy(
+                predicting, weight, micro_batch.targets, reduce_hidden_gradient=False, **common
+            )
+        logits = torch.nn.functional.linear(predicting, weight)
+        return vocab_parallel_logprob_entropy(logits, micro_batch.targets, **common)
+
+    def _over_all_ranks(self, sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+        """Sums added and maxima taken over the ranks that speak for their data."""
+        own = (sums, maxima) if self.layout.speaks_for_its_data else ({}, {})
+        everyone: list[Any] = [own]
+        if self.layout.world_size > 1:
+            everyone = [None] * self.layout.world_size
+            dist.all_gather_object(everyone, own)
+        result: dict[str, float] = {}
+        for rank_sums, _ in everyone:
+            for name, value in rank_sums.items():
+                result[name] = result.get(name, 0.0) + value
+        for _, rank_maxima in everyone:
+            for name, value in rank_maxima.items():
+                result[name] = max(result.get(name, -math.inf), value)
+        return result
+
+
+def _one_token() -> torch.Tensor:
+    # Megatron's schedules add up token counts; the loss carries its normaliser already, so the count has no effect.
+    return torch.ones((), dtype=torch.int)
+
+
+def _sum_gradients(modules: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's gradient reductions without its division by token counts: the loss is normalised already."""
+    finalize_model_grads(modules, None, **options)
+
+
+def _token_inputs(
+    table: TokenTable, token_ids: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor
+) -> TokenInputs:
+    def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[token_ids]
+
+    return TokenInputs(
+        logprob=logprobs,
+        old_logprob=table.old_logprobs[token_ids],
+        advantage=table.advantages[token_ids],
+        weight=table.weights[token_ids],
+        token_id=token_ids,
+        entropy=entropies,
+        reference_logprob=pick(table.reference_logprobs),
+        selected=pick(table.selected),
+    )
+
+
+def _write_hf_folder(folder: Path, source: Path, tensors: dict[str, torch.Tensor], dtype: str) -> None:
+    beside = folder.with_name(folder.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
+            shutil.copy(file, beside / file.name)
+    config = json.loads((source / "config.json").read_text())
+    (beside / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)
+    beside.rename(folder)

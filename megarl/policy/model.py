@@ -1,0 +1,235 @@
+"""Megatron's GPTModel from an HF `config.json`: what is built, in which precision, with which layer modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from megarl.errors import UserError
+from megarl.policy.families import FAMILIES, Family
+from megarl.policy.mcore import (
+    Float16Module,
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    parallel_state,
+)
+from megarl.policy.parallel import ParallelConfig
+
+
+class ModelConfig(BaseModel):
+    """Which model is trained and in which precision."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="HF model folder: config.json, safetensors weights, tokenizer.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Weights and activations; bfloat16 keeps fp32 master weights and fp32 gradient sums."
+    )
+    vocab_padding: int = Field(
+        128,
+        ge=1,
+        description="Megatron pads the vocabulary to a multiple of this times parallel.tensor.",
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none", description="Activation recompute: `full` keeps only each layer's input and recomputes in backward."
+    )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder, as its HF config.json states them."""
+
+    family: Family
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    key_value_heads: int
+    head_width: int
+    vocabulary: int
+    max_positions: int
+    rope_base: float
+    norm_epsilon: float
+    tied: bool
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with Megatron's constructor, marked for the gradient sum that sequence parallelism needs."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns hidden states, so that the head runs on response positions alone."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def head_weight(self) -> torch.Tensor:
+        """The output weight of this tensor-parallel rank, [padded vocabulary / TP, hidden]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def read_model_shape(folder: str | Path) -> ModelShape:
+    """The `ModelShape` of an HF model folder. Raises UserError for a missing folder and for what is not implemented."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path = {folder}: no such HF model folder (config.json is missing)")
+    from transformers import AutoConfig
+
+    hf: Any = AutoConfig.from_pretrained(folder)
+    architecture = (hf.architectures or ["none"])[0]
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise UserError(f"{folder}/config.json: architecture {architecture} is not one of {', '.join(FAMILIES)}")
+    for key, only in (*family.refused, ("hidden_act", "silu")):
+        value = getattr(hf, key, only)
+        if value != only:
+            raise UserError(f"{folder}/config.json: {key} = {value!r} is not implemented; allowed: {only!r}")
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default":
+        raise UserError(f"{folder}/config.json: rope type {rope_type!r} is not implemented; allowed: 'default'")
+    return ModelShape(
+        family=family,
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        feed_forward=hf.intermediate_size,
+        heads=hf.num_attention_heads,
+        key_value_heads=hf.num_key_value_heads or hf.num_attention_heads,
+        head_width=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        vocabulary=hf.vocab_size,
+        max_positions=hf.max_position_embeddings,
+        rope_base=float(rope["rope_theta"]),
+        norm_epsilon=hf.rms_norm_eps,
+        tied=bool(hf.tie_word_embeddings),
+    )
+
+
+def padded_vocabulary(vocabulary: int, padding: int, tensor_parallel: int) -> int:
+    """The vocabulary size rounded up to a multiple of `padding * tensor_parallel`."""
+    multiple = padding * tensor_parallel
+    return -(-vocabulary // multiple) * multiple
+
+
+def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron's configuration of the layers for this shape, precision and layout."""
+    dtype = getattr(torch, model.dtype)
+    recompute: dict[str, Any] = {}
+    if model.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    pipeline: dict[str, Any] = {}
+    if parallel.pipeline > 1:
+        # Micro-batches differ in shape, so stages tell each other the shapes. The batched p2p of the interleaved
+        # schedule is silently wrong over gloo.
+        # Megatron checks the dispatcher of experts (there are none) before it allows variable lengths.
+        pipeline = {
+            "pipeline_dtype": dtype,
+            "variable_seq_lengths": True,
+            "batch_p2p_comm": False,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+        if parallel.virtual_pipeline > 1:
+            pipeline |= {
+                "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+                "overlap_p2p_comm": True,
+            }
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.feed_forward,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.key_value_heads,
+        kv_channels=shape.head_width,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.family.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        # Losses are summed with their final weights: no division by micro-batches or ranks is wanted.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+        **pipeline,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> Any:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        spec.submodules.self_attention.submodules.q_layernorm = RMSNorm
+        spec.submodules.self_attention.submodules.k_layernorm = RMSNorm
+    return spec
+
+
+def build_model_chunks(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig
+) -> tuple[TransformerConfig, list[PolicyModel]]:
+    """Megatron's config and this rank's model chunks (one per virtual pipeline stage), their weights not set yet."""
+    config = transformer_config(shape, model, parallel)
+    virtual = parallel.virtual_pipeline > 1
+    chunks = []
+    for chunk in range(parallel.virtual_pipeline):
+        stage = chunk if virtual else None
+        layers = get_num_layers_to_build(config, vp_stage=stage)
+        chunks.append(
+            PolicyModel(
+                config=config,
+                transformer_layer_spec=TransformerBlockSubmodules(
+                    layer_specs=[_layer_spec(config)] * layers, layer_norm=RMSNorm
+                ),
+                vocab_size=padded_vocabulary(shape.vocabulary, model.vocab_padding, parallel.tensor),
+                max_sequence_length=shape.max_positions,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, vp_stage=stage),
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied,
+                position_embedding_type="rope",
+                rotary_base=shape.rope_base,
+                vp_stage=stage,
+            )
+        )
+    return config, chunks
+
+
+def in_half_precision(config: TransformerConfig, chunks: list[PolicyModel]) -> list[torch.nn.Module]:
+    """The chunks, wrapped for bf16 when the config asks for it."""
+    if not config.bf16:
+        return list(chunks)
+    return [Float16Module(config, chunk.bfloat16()) for chunk in chunks]
+
+
+def unwrapped(module: Any) -> PolicyModel:
+    """The PolicyModel inside Megatron's DDP and precision wrappers."""
+    while not isinstance(module, PolicyModel):
+        module = module.module
+    return module

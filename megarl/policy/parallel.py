@@ -1,0 +1,111 @@
+"""How a job's ranks are laid out: tensor, pipeline, sequence and data parallelism, and the process groups for them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from megarl.errors import UserError
+from megarl.policy.mcore import parallel_state, tensor_parallel
+
+
+class ParallelConfig(BaseModel):
+    """The parallel layout. The data-parallel size is what is left: world size / (tensor x pipeline)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tensor: int = Field(1, ge=1, description="Ranks that share each layer's matrices (tensor parallelism).")
+    pipeline: int = Field(1, ge=1, description="Stages that the layers are cut into (pipeline parallelism).")
+    virtual_pipeline: int = Field(
+        1, ge=1, description="Model chunks per stage (interleaved schedule); 1 = plain 1F1B. Needs pipeline > 1."
+    )
+    sequence: bool = Field(
+        False, description="Sequence parallelism: activations between layers are split over the tensor ranks."
+    )
+    timeout_minutes: float = Field(
+        30.0, gt=0, description="Deadline of every collective, in minutes; a rank that waits longer raises."
+    )
+
+
+class Layout:
+    """This rank's place in the job and the groups it talks to. Built by `initialize`."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+        self.pipeline_size = parallel_state.get_pipeline_model_parallel_world_size()
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if self.tensor_size > 1 else None
+        self.data_group = parallel_state.get_data_parallel_group() if self.data_size > 1 else None
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def speaks_for_its_data(self) -> bool:
+        """Whether this one of the model's ranks contributes the results of its data to the job."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+
+def check_layout(config: ParallelConfig, world_size: int, layers: int, heads: int, key_value_heads: int) -> None:
+    """Nothing, or a UserError that names the config key when the layout does not fit the job or the model."""
+    model_ranks = config.tensor * config.pipeline
+    if world_size % model_ranks:
+        raise UserError(
+            f"parallel.tensor x parallel.pipeline = {config.tensor} x {config.pipeline} = {model_ranks} "
+            f"does not divide the world size {world_size}"
+        )
+    for name, count in (("attention heads", heads), ("key-value heads", key_value_heads)):
+        if count % config.tensor:
+            raise UserError(f"parallel.tensor = {config.tensor} does not divide the model's {count} {name}")
+    if config.virtual_pipeline > 1 and config.pipeline == 1:
+        raise UserError(f"parallel.virtual_pipeline = {config.virtual_pipeline} needs parallel.pipeline of at least 2")
+    chunks = config.pipeline * config.virtual_pipeline
+    if layers % chunks:
+        raise UserError(
+            f"parallel.pipeline x parallel.virtual_pipeline = {chunks} does not divide the model's {layers} layers"
+        )
+    if config.sequence and config.tensor == 1:
+        raise UserError("parallel.sequence = true needs parallel.tensor of at least 2")
+
+
+def job_world_size() -> int:
+    """The number of ranks that torchrun started (1 without torchrun), before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(config: ParallelConfig, seed: int = 1) -> Layout:
+    """This rank's `Layout`; starts torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups."""
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=job_world_size(),
+            timeout=datetime.timedelta(minutes=config.timeout_minutes),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        distributed_timeout_minutes=max(1, round(config.timeout_minutes)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Layout()
+
+
+def shutdown() -> None:
+    """Nothing; afterwards neither Megatron's groups nor torch.distributed exist in this process."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,204 @@
+"""All parts of one run, set up in order and closed in order: layout, data, policy, rollout engine, records."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config import EvaluationSet, RunConfig, save_config
+from megarl.data.prompts import PromptCursor, load_prompts
+from megarl.data.samples import Prompt, Sample
+from megarl.errors import UserError
+from megarl.evaluate import evaluation_prompts, summarise
+from megarl.policy.megatron import MegatronPolicy
+from megarl.policy.model import ModelShape, read_model_shape
+from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
+from megarl.reward.functions import reward_function, score_samples
+from megarl.rollout.collect import Collected, collect_groups
+from megarl.rollout.distribute import generate_everywhere
+from megarl.rollout.engine import GenerationRequest
+from megarl.rollout.in_process import InProcessEngine
+from megarl.track.console import Console
+from megarl.track.loggers import RunLogger
+
+logger = logging.getLogger(__name__)
+
+TRAINING, EVALUATION = 0, 1  # first part of every sampling key, so that the two never share random numbers
+
+
+def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[str, list[str]]:
+    """(config path, overrides) of a command line `CONFIG.yaml [section.key=value ...]`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0].startswith("-"):
+        raise UserError(f"usage: [torchrun ...] -m {program} CONFIG.yaml [section.key=value ...]")
+    return given[0], given[1:]
+
+
+def prepare_run_folder(folder: str, overwrite: bool, config: Any) -> Path:
+    """The run folder, made new on rank 0. Raises UserError when it already holds a run."""
+    path = Path(folder)
+    occupied = (path / "config.yaml").exists()
+    if occupied and not overwrite:
+        raise UserError(f"run.folder = {path} already holds a run; choose another or set run.overwrite=true")
+    if os.environ.get("RANK", "0") == "0":
+        if occupied:
+            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+        save_config(config, path / "config.yaml")
+    return path
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The HF tokenizer of a model folder. Raises UserError when it has none or lacks an end token."""
+    from transformers import AutoTokenizer
+
+    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(f"model.path = {folder} has no tokenizer (tokenizer.json is missing)")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.path = {folder}: its tokenizer has no end-of-sequence token")
+    return tokenizer
+
+
+@dataclass
+class Session:
+    """The parts of a reinforcement-learning run on this rank."""
+
+    config: RunConfig
+    layout: Layout
+    tokenizer: Any
+    policy: MegatronPolicy
+    reference: MegatronPolicy | None
+    engine: InProcessEngine
+    cursor: PromptCursor
+    evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
+    records: RunLogger | None  # on rank 0
+    console: Console | None  # on rank 0
+
+    @classmethod
+    def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
+        """A session with all inputs checked before any process group or model exists; collective over the job."""
+        shape = read_model_shape(config.model.path)
+        check_layout(config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads)
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = load_prompts(config.data.files, config.data, tokenizer)
+        evaluation_sets = [
+            (settings, evaluation_prompts(settings, load_prompts(settings.files, config.data, tokenizer).prompts))
+            for settings in config.evaluation.sets
+        ]
+        reward_function(config.reward)
+        folder = prepare_run_folder(config.run.folder, config.run.overwrite, config) if trains else None
+        layout = initialize(config.parallel, config.run.seed)
+        speaks = layout.rank == 0 and folder is not None
+        return cls(
+            config=config,
+            layout=layout,
+            tokenizer=tokenizer,
+            policy=_policy(config, shape, layout, trains=trains),
+            reference=_policy(config, shape, layout, trains=False)
+            if trains and config.objective.reference_kl.coefficient > 0
+            else None,
+            engine=InProcessEngine(config.model.path, tokenizer, config.rollout),
+            cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            evaluation_sets=evaluation_sets,
+            records=RunLogger(folder) if speaks and folder else None,
+            console=Console(total_steps=config.loop.steps) if speaks else None,
+        )
+
+    def hand_over_weights(self, version: int) -> None:
+        """Nothing; the rollout engine serves the policy's current weights as `version`."""
+        self.engine.update_weights(self.policy.hf_tensors(), version)
+
+    def collect(self, step: int) -> Collected:
+        """The graded groups that this step trains on."""
+        loop, rollout = self.config.loop, self.config.rollout
+
+        def sample_groups(prompts: list[Prompt], generation_round: int) -> list[list[Sample]]:
+            key = (self.config.run.seed, TRAINING, step, generation_round)
+            return self._sample(prompts, rollout.samples_per_prompt, rollout.temperature, key)
+
+        return collect_groups(
+            self.cursor,
+            sample_groups,
+            wanted=loop.prompts_per_step,
+            filter_groups=loop.filter_groups,
+            max_rounds=loop.max_generation_rounds,
+        )
+
+    def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
+        """The metrics of all held-out sets under the weights that the engine serves."""
+        metrics: dict[str, float] = {}
+        for order, (settings, prompts) in enumerate(self.evaluation_sets):
+            count = (settings.final_samples if final else None) or settings.samples
+            key = (self.config.run.seed, EVALUATION, step, order)
+            groups = self._sample(prompts, count, settings.temperature, key)
+            samples = [sample for group in groups for sample in group]
+            self.attach_entropies(samples)
+            metrics |= summarise(settings.name, samples)
+        return metrics
+
+    def attach_entropies(self, samples: Sequence[Sample]) -> None:
+        """Nothing; sets `old_logprobs` and `entropies` of the samples by the policy's current weights."""
+        scores = self.policy.score(samples)
+        lengths = [sample.response_length for sample in samples]
+        pieces = zip(samples, scores.logprobs.cpu().split(lengths), scores.entropies.cpu().split(lengths), strict=True)
+        for sample, logprobs, entropies in pieces:
+            sample.old_logprobs, sample.entropies = logprobs, entropies
+
+    def record(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
+        """Nothing; on rank 0 the step goes to metrics.jsonl, TensorBoard, law.csv, the sample dumps and the console."""
+        if self.records is None or self.console is None:
+            return
+        self.records.log(step, metrics)
+        first_set = next((f"eval/{settings.name}/accuracy" for settings, _ in self.evaluation_sets), None)
+        if first_set in metrics and "entropy/seq_mean" in metrics:
+            self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
+            self.records.samples(step, samples)
+        self.console.step(step, metrics)
+
+    def close(self) -> None:
+        """Nothing; records are flushed and the process groups are gone."""
+        if self.records is not None:
+            self.records.close()
+        if self.console is not None:
+            self.console.close()
+        self.engine.close()
+        shutdown()
+
+    def _sample(
+        self, prompts: Sequence[Prompt], count: int, temperature: float, key: tuple[int, ...]
+    ) -> list[list[Sample]]:
+        requests = [
+            GenerationRequest(
+                prompt=prompt,
+                group=group,
+                sample_index=group * count + order,
+                temperature=temperature,
+                max_response_length=self.config.rollout.max_response_length,
+                key=key,
+            )
+            for group, prompt in enumerate(prompts)
+            for order in range(count)
+        ]
+        grade = reward_function(self.config.reward)
+        samples = generate_everywhere(self.engine, requests, lambda own: score_samples(own, grade))
+        return [samples[start : start + count] for start in range(0, len(samples), count)]
+
+
+def _policy(config: RunConfig, shape: ModelShape, layout: Layout, *, trains: bool) -> MegatronPolicy:
+    return MegatronPolicy(
+        config.model.path,
+        shape,
+        layout,
+        model=config.model,
+        parallel=config.parallel,
+        optimizer=config.optimizer if trains else None,
+        config=config.policy,
+        total_updates=config.loop.steps * config.loop.updates_per_step,
+    )
