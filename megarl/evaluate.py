@@ -26,7 +26,7 @@ def average_at_k(rewards: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def pass_at_k(rewards: Sequence[Sequence[float]], k: int) -> float:
-    """The chance that at least one of k samples is right, unbiased from n >= k samples a prompt: 1 - C(n-c,k)/C(n,k)."""
+    """The chance that one of k samples is right, unbiased from n >= k samples a prompt: 1 - C(n-c,k)/C(n,k)."""
     chances = []
     for row in rewards:
         right = sum(reward >= 1.0 for reward in row)

@@ -1,7 +1,8 @@
-"""One rollout's updates: advantages, mini-batches, covariance and selection over the whole mini-batch, optimizer steps."""
+"""One rollout's updates: advantages, mini-batches, selection over the whole mini-batch, optimizer steps."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
     bounds = [len(ordered) * part // parts for part in range(parts + 1)]
     return [
         [sample for group in ordered[start:end] for sample in group]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in itertools.pairwise(bounds)
     ]
 
 

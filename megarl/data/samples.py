@@ -1,4 +1,4 @@
-"""What travels between the stations: a `Prompt` goes into the rollout, `Sample`s come out and collect what is learned of them."""
+"""What travels between the stations: a `Prompt` goes into the rollout, `Sample`s come out and gather results."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def enable() -> None:
     # Spinning threads of several ranks on few cores cost up to ten times the run time.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _redirect_device_calls()
-    # `with torch.device("meta")`, which transformers loads models under, looks factories up in a set that torch builds at
-    # first use: it must hold the originals, or such a block would quietly allocate on the CPU.
+    # `with torch.device("meta")`, which transformers loads models under, looks factories up in a set that torch builds
+    # at first use: it must hold the originals, or such a block would quietly allocate on the CPU.
     _device_constructors()
     for name in _FACTORIES:
         _redirect_factory(name)

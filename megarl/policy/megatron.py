@@ -44,7 +44,7 @@ class PolicyConfig(BaseModel):
     micro_batch_tokens: int = Field(
         16384,
         ge=1,
-        description="Padded tokens per micro-batch of one rank; a longer sequence gets its own micro-batch.",
+        description="Padded tokens per micro-batch of a rank; a longer sequence gets its own.",
     )
     head: Literal["logits", "hidden"] = Field(
         "logits",
@@ -212,9 +212,12 @@ class MegatronPolicy:
         optimizer.step_with_ready_grads()
         return grad_norm, False
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks."""
-        return gather_hf_tensors(self.chunks, self.shape, self.layout)
+    def hf_tensors(self, attribute: str = "data") -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks.
+
+        `attribute="main_grad"` gives the summed gradients of the last update instead, after clipping.
+        """
+        return gather_hf_tensors(self.chunks, self.shape, self.layout, attribute=attribute)
 
     def save_hf(self, folder: str | Path) -> None:
         """Nothing; writes an HF folder (weights, config, tokenizer) beside `folder` and renames it into place."""
@@ -276,7 +279,7 @@ class MegatronPolicy:
     def _head(
         self, micro_batch: MicroBatch, hidden: torch.Tensor, *, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [T] at the sampling temperature and entropies [T] at temperature 1, from [s, b, h] hidden states."""
+        """Log-probs [T] at the sampling temperature, entropies [T] at temperature 1, from [s, b, h] hidden states."""
         if self._sequence_parallel:
             # Its backward sums the gradient over the tensor ranks while it scatters it.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)

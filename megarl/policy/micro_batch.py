@@ -41,7 +41,7 @@ def build_micro_batches(
     count_multiple: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches: the samples with the indices `mine`, in micro-batches of at most `token_budget` tokens.
+    """This rank's micro-batches: the samples `mine`, cut so that none has more than `token_budget` padded tokens.
 
     `length_multiple`: padded lengths are rounded up to it (sequence parallelism splits them over tensor ranks).
     `count_multiple`: empty micro-batches are added until the count is a positive multiple (pipeline schedules need it).

@@ -24,12 +24,12 @@ class OptimizerSection(BaseModel):
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="What follows the warm-up: constant, or a decay to `min_learning_rate` at the last update.",
+        description="After the warm-up: constant, or a decay to `min_learning_rate` at the last update.",
     )
     min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of a decay.")
     warmup_updates: int = Field(0, ge=0, description="Optimizer updates of linear warm-up from 0.")
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay of matrices (biases and norms have none)."
+        0.0, ge=0, description="Decoupled weight decay of matrices; biases and norms have none."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment decay.")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second moment decay.")
@@ -39,7 +39,7 @@ class OptimizerSection(BaseModel):
     max_skipped_updates: int = Field(
         3,
         ge=1,
-        description="Updates in a row that may be skipped for a non-finite loss or gradient before the run stops.",
+        description="Updates skipped in a row (non-finite loss or gradient) at which the run stops.",
     )
 
 

@@ -1,0 +1,99 @@
+"""Several gloo ranks on this machine for one test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """What `function(rank, world_size, *args)` returned on each rank of a fresh gloo job, by rank.
+
+    The first rank that fails raises here with its traceback; after `timeout` seconds TimeoutError. No process is left.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    port = _free_port()
+    processes = [
+        context.Process(target=_rank_main, args=(function, rank, world_size, port, results, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + timeout
+    with _one_thread_a_rank():
+        for process in processes:
+            process.start()
+    collected: dict[int, Any] = {}
+    try:
+        while len(collected) < world_size:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"ranks {sorted(set(range(world_size)) - set(collected))} did not end in {timeout} s"
+                )
+            if results.empty():
+                _raise_if_one_died(processes, collected, results)
+                time.sleep(0.02)
+                continue
+            rank, failure, value = results.get()
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{failure}")
+            collected[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=5 if len(collected) == world_size else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [collected[rank] for rank in range(world_size)]
+
+
+def _raise_if_one_died(processes: list[Any], collected: dict[int, Any], results: Any) -> None:
+    for rank, process in enumerate(processes):
+        if rank not in collected and process.exitcode not in (None, 0) and results.empty():
+            raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode} and no result")
+
+
+class _one_thread_a_rank:
+    """The children's environment: spinning threads of several ranks on few cores cost up to ten times the time."""
+
+    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # noqa: RUF012
+
+    def __enter__(self) -> None:
+        self._before = {name: os.environ.get(name) for name in self.settings}
+        os.environ.update(self.settings)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        value = function(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        results.put((rank, None, value))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
