@@ -15,7 +15,7 @@ from megarl.config import SftConfig, load_config
 from megarl.data.prompts import DemonstrationCursor, load_demonstrations
 from megarl.errors import exits_cleanly_on_user_error
 from megarl.objective.losses import token_weights
-from megarl.objective.objective import LossOutput, TokenInputs
+from megarl.objective.objective import likelihood_loss
 from megarl.policy.megatron import MegatronPolicy, TokenTable
 from megarl.policy.model import read_model_shape
 from megarl.policy.parallel import check_layout, initialize, job_world_size, shutdown
@@ -23,13 +23,6 @@ from megarl.session import load_tokenizer, one_config_argument, prepare_run_fold
 from megarl.track.clock import PhaseClock
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
-
-
-def likelihood_loss(inputs: TokenInputs) -> LossOutput:
-    """Negative log-likelihood of the demonstrated tokens, summed with their weights."""
-    loss = -(inputs.logprob * inputs.weight).sum()
-    entropy = (inputs.entropy * inputs.weight).sum() if inputs.entropy is not None else torch.zeros(())
-    return LossOutput(loss=loss, sums={"policy/loss": loss.detach(), "entropy/token_mean": entropy.detach()}, maxima={})
 
 
 @exits_cleanly_on_user_error

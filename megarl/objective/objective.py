@@ -210,6 +210,13 @@ def policy_loss(config: ObjectiveConfig, inputs: TokenInputs, *, key: tuple[int,
     return LossOutput(loss, sums, maxima)
 
 
+def likelihood_loss(inputs: TokenInputs) -> LossOutput:
+    """Negative log-likelihood of the demonstrated tokens, summed with their weights."""
+    loss = -(inputs.logprob * inputs.weight).sum()
+    entropy = (inputs.entropy * inputs.weight).sum() if inputs.entropy is not None else torch.zeros(())
+    return LossOutput(loss=loss, sums={"policy/loss": loss.detach(), "entropy/token_mean": entropy.detach()}, maxima={})
+
+
 def _surrogate(
     config: ObjectiveConfig, inputs: TokenInputs, selected: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from megarl.errors import UserError
 from megarl.policy.families.table import EMBEDDING, FINAL_NORM, OUTPUT, Sharding, WeightRule
+from megarl.policy.mcore import tensor_parallel
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
 
@@ -167,9 +168,22 @@ def load_hf_weights(folder: str | Path, chunks: list[PolicyModel], shape: ModelS
         for parameter, rule, layer in _model_rules(chunk, shape):
             tensors = [source.slice(name.format(layer=layer)) for name in rule.hf]
             parameter.copy_(_shard(rule, tensors, shape, layout, parameter.shape[0]))
+            _mark_if_cut(parameter, rule)
         if shape.tied and chunk.post_process and not chunk.pre_process:
             weight = chunk.output_layer.weight
             weight.copy_(_vocabulary_rows(source.slice(EMBEDDING.hf[0]), layout.tensor_rank, weight.shape[0]))
+            _mark_if_cut(weight, EMBEDDING)
+
+
+def _mark_if_cut(parameter: torch.nn.Parameter, rule: WeightRule) -> None:
+    """Tells Megatron whether this rank's values are its own, which decides what the global gradient norm counts.
+
+    Megatron does this where it draws initial weights, which is left out here.
+    """
+    if rule.sharding is not Sharding.REPLICATED and not getattr(parameter, "tensor_model_parallel", False):
+        tensor_parallel.set_tensor_model_parallel_attributes(
+            parameter, is_parallel=True, dim=1 if rule.sharding is Sharding.COLUMNS else 0, stride=1
+        )
 
 
 @torch.no_grad()

@@ -63,10 +63,11 @@ def reference_training(folder: Path) -> dict[str, Any]:
         (loss / tokens).backward()
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER["learning_rate"] * (step + 1) / OPTIMIZER["warmup_updates"]
+        if step == 0:
+            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_gradient"])))
         if step == 0:
             result["logits"] = torch.cat(logits)
-            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
     result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
@@ -74,11 +75,11 @@ def reference_training(folder: Path) -> dict[str, Any]:
 
 def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: dict[str, Any]) -> list[dict[str, Any]]:
     """Per model: the largest deviations of this layout's policy from the saved reference."""
+    from megarl.objective.objective import likelihood_loss
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig, TokenTable
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
-    from megarl.sft import likelihood_loss
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -104,7 +105,7 @@ def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: di
             norms.append(policy.update(samples, table, likelihood_loss).metrics["policy/grad_norm"])
             # The distributed optimizer leaves each data rank only its own shard of the summed gradient.
             if step == 0 and layout.data_size == 1:
-                gradients = dict(policy.hf_tensors(attribute="main_grad"))
+                gradients = {name: grad.clone() for name, grad in policy.hf_tensors(attribute="main_grad")}
         deviations.append(
             {
                 "logits": max_difference(logits, reference["logits"]),
