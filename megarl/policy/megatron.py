@@ -215,7 +215,7 @@ class MegatronPolicy:
     def hf_tensors(self, attribute: str = "data") -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks.
 
-        `attribute="main_grad"` gives the summed gradients of the last update instead, before clipping.
+        `attribute="main_grad"` gives the summed gradients of the last update instead, after clipping.
         """
         return gather_hf_tensors(self.chunks, self.shape, self.layout, attribute=attribute)
 

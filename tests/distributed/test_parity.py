@@ -63,11 +63,10 @@ def reference_training(folder: Path) -> dict[str, Any]:
         (loss / tokens).backward()
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER["learning_rate"] * (step + 1) / OPTIMIZER["warmup_updates"]
-        if step == 0:
-            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_gradient"])))
         if step == 0:
             result["logits"] = torch.cat(logits)
+            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
     result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
