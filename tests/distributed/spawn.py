@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -41,7 +42,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             rank, failure, value = results.get()
             if failure is not None:
                 raise RuntimeError(f"rank {rank} failed:\n{failure}")
-            collected[rank] = value
+            collected[rank] = pickle.loads(value)
     finally:
         for process in processes:
             process.join(timeout=5 if len(collected) == world_size else 0)
@@ -93,7 +94,8 @@ def _rank_main(
         value = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        results.put((rank, None, value))
+        # Plain pickle sends tensors by value; the queue's own would share memory with a process that ends.
+        results.put((rank, None, pickle.dumps(value)))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
         raise
