@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.keyed_random import keyed_uniform
+
 TAILS = (0.0002, 0.002, 0.02, 0.2, 0.5)  # the fractions of the paper's Table 1
 
 
@@ -73,7 +75,7 @@ def select_random(
     if candidates is not None:
         eligible &= candidates
     ids = _token_ids(covariance, group) if token_id is None else token_id
-    return _mark_largest(hash_uniform(key, ids), eligible, quota, group, ids)
+    return _mark_largest(keyed_uniform(key, ids), eligible, quota, group, ids)
 
 
 def covariance_statistics(
@@ -94,27 +96,6 @@ def covariance_statistics(
     means = torch.stack([values.mean(), *(sums[count - 1] / count for count in counts)]).tolist()
     names = ["covariance/mean", *(f"covariance/top_{100 * tail:g}%" for tail in TAILS)]
     return dict(zip(names, means, strict=True))
-
-
-def hash_uniform(key: tuple[int, ...], token_id: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) in fp64 per token id: splitmix64 of (key, token id), no generator state."""
-    state = torch.zeros_like(token_id)
-    for part in key:
-        state = _mix(state + part)
-    mixed = _mix(state ^ _mix(token_id))
-    return (mixed >> 11).bitwise_and((1 << 53) - 1).double() / float(1 << 53)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser; int64 arithmetic wraps like unsigned, shifts are made logical by masks."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _mark_largest(

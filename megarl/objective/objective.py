@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megarl.keyed_random import keyed_uniform
 from megarl.objective import advantages, losses
 from megarl.objective.covariance import (
     covariance_statistics,
-    hash_uniform,
     select_random,
     select_top,
     token_covariance,
@@ -262,7 +262,7 @@ def microbatch_selection(config: ObjectiveConfig, inputs: TokenInputs, key: tupl
     quota = max(1, int(len(selected) * settings.fraction))
     free = ~_ppo_clipped(config, inputs.logprob, inputs.old_logprob, inputs.advantage)
     candidates = torch.nonzero(free & (covariance > settings.low) & (covariance < settings.high)).squeeze(1)
-    order = hash_uniform(key, inputs.token_id[candidates]).argsort(descending=True)
+    order = keyed_uniform(key, inputs.token_id[candidates]).argsort(descending=True)
     selected[candidates[order[:quota]]] = True
     return selected
 
