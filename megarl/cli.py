@@ -93,7 +93,7 @@ def print_law_fit(title: str, fit: LawFit, ahead: Forecast | None = None, skippe
         console.print(
             f"Forecast of {ahead.later_points} later points: RMSE {ahead.rmse:.4g}, "
             f"mean error {ahead.mean_error:+.4g}; "
-            f"last point {ahead.final_predicted:.4f} predicted, {ahead.final_actual:.4f} seen ({ahead.final_error:+.4g})",
+            f"last point {ahead.final_predicted:.4f} predicted and {ahead.final_actual:.4f} seen",
             highlight=False,
         )
     for warning in fit.warnings:

@@ -1,0 +1,102 @@
+"""A run's records on disk: metrics.jsonl, law.csv, TensorBoard, sample dumps and log.txt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch.utils.tensorboard import SummaryWriter
+
+from megarl.data.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_COLUMNS = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("prompt_length", pa.int64()),  # tokens
+        ("response_length", pa.int64()),  # tokens
+        ("finish_reason", pa.string()),
+        ("data_source", pa.string()),
+        ("ground_truth", pa.string()),
+        ("temperature", pa.float64()),
+        ("weight_version", pa.int64()),
+        ("group", pa.int64()),
+    ]
+)
+
+
+class RunLogger:
+    """The writer of a run folder; made on rank 0 alone. Every record is on disk when its call returns."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._law = (self.folder / "law.csv").open("a", encoding="utf-8")
+        if self._law.tell() == 0:
+            self._law.write("step,entropy,reward\n")
+            self._law.flush()
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=30)
+        self._log = logging.FileHandler(self.folder / "log.txt", encoding="utf-8")
+        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("megarl").addHandler(self._log)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing; the step becomes one line of metrics.jsonl and its finite values go to TensorBoard.
+
+        A value that is not finite has no JSON number: it is written as null, with a warning that names it.
+        """
+        record: dict[str, float | int | None] = {"step": step, "time": time.time()}  # time: seconds since 1970
+        for name, value in metrics.items():
+            finite = math.isfinite(value)
+            record[name] = float(value) if finite else None
+            if finite:
+                self._tensorboard.add_scalar(name, float(value), step)
+            else:
+                logger.warning("step %d: %s is %s", step, name, value)
+        self._metrics.write(json.dumps(record, sort_keys=True, allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def law_point(self, step: int, entropy: float, reward: float) -> None:
+        """Nothing; appends a point of the law (H in nats, R) to law.csv, the input of `megarl law fit`."""
+        self._law.write(f"{step},{float(entropy)!r},{float(reward)!r}\n")
+        self._law.flush()
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Nothing; writes the samples, in order, to samples/step_XXXXXX.parquet."""
+        rows = [
+            {
+                "prompt": sample.prompt.text,
+                "response": sample.response_text,
+                "reward": sample.reward,
+                "prompt_length": len(sample.prompt.token_ids),
+                "response_length": sample.response_length,
+                "finish_reason": sample.finish_reason,
+                "data_source": sample.prompt.data_source,
+                "ground_truth": sample.prompt.ground_truth,
+                "temperature": sample.temperature,
+                "weight_version": sample.weight_version,
+                "group": sample.group,
+            }
+            for sample in samples
+        ]
+        path = self.folder / "samples" / f"step_{step:06d}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLE_COLUMNS), path)
+
+    def close(self) -> None:
+        """Nothing; closes all files."""
+        self._metrics.close()
+        self._law.close()
+        self._tensorboard.close()
+        logging.getLogger("megarl").removeHandler(self._log)
+        self._log.close()

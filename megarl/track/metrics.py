@@ -1,0 +1,67 @@
+"""Every metric that a run logs: its name, its unit and what it means. `docs/metrics.md` is written from this table.
+
+In a name, `<...>` stands for a part that depends on the run: a data source, an evaluation set, a number of samples.
+"""
+
+from __future__ import annotations
+
+import re
+
+METRICS: dict[str, str] = {
+    "entropy/seq_mean": "Full-vocabulary entropy per token at temperature 1, before the update and after group "
+    "filtering, averaged within a response and then over responses, in nats. This is H of the law.",
+    "entropy/token_mean": "The same entropy averaged over all response tokens, in nats.",
+    "entropy/<source>": "entropy/seq_mean over the responses to prompts of one data source, in nats.",
+    "covariance/mean": "Mean of (log-prob - its mean)(advantage - its mean) over the mini-batch's response tokens.",
+    "covariance/top_<percent>%": "Mean covariance of the tokens of largest covariance, this share of all tokens.",
+    "covariance/threshold": "Smallest covariance among the selected tokens.",
+    "covariance/selected": "Tokens that Clip-Cov or KL-Cov selected in a mini-batch, a count.",
+    "reward/mean": "Mean reward of all generated responses, before group filtering.",
+    "eval/<set>/avg@<k>": "Mean reward over the set's prompts and their k samples.",
+    "eval/<set>/accuracy": "avg@k under a name that does not change with k. The first set's is R of the law.",
+    "eval/<set>/accuracy_stderr": "Standard error of the accuracy, with prompts as the independent unit.",
+    "eval/<set>/pass@<k>": "Chance that at least one of k samples of a prompt is right.",
+    "eval/<set>/entropy": "entropy/seq_mean over the set's responses, in nats.",
+    "eval/<set>/response_length": "Mean response length, in tokens.",
+    "eval/<set>/truncated": "Share of the responses that were cut at the length limit.",
+    "policy/loss": "Loss of an update, by the configured reduction over the whole mini-batch.",
+    "policy/clip_fraction": "Share of the tokens whose ratio was clipped, weighted as in the loss.",
+    "policy/kl_old": "Estimate of KL(old policy || policy) during an update, in nats per token.",
+    "policy/ratio_mean": "Mean of policy / old policy over the tokens, weighted as in the loss.",
+    "policy/ratio_max": "Largest policy / old policy of a token.",
+    "policy/entropy": "Entropy per token during an update, weighted as in the loss, in nats.",
+    "policy/reference_kl": "Estimated KL to the reference model, weighted as in the loss, in nats per token.",
+    "policy/grad_norm": "Global gradient norm before clipping.",
+    "policy/skipped_updates": "Share of the step's updates skipped because loss or gradient was not finite.",
+    "policy/learning_rate": "Learning rate of the update.",
+    "rollout/tokens_per_second": "Sampled tokens per second of generation, over all ranks.",
+    "rollout/logprob_diff_mean": "Mean |log-prob by the policy - log-prob by the rollout engine| of a token, in nats.",
+    "rollout/logprob_diff_max": "Largest such difference, in nats.",
+    "rollout/response_length": "Mean response length, in tokens.",
+    "rollout/truncated": "Share of the responses that were cut at the length limit.",
+    "rollout/rounds": "Rounds of generation that the step needed, a count.",
+    "rollout/groups_kept": "Prompts that the step trains on, a count.",
+    "rollout/groups_filtered": "Prompts dropped because all their responses got the same reward, a count.",
+    "rollout/groups_surplus": "Useful prompts generated beyond what the step needed, a count.",
+    "law/a": "Coefficient a of R = b - a exp(H), fitted to the points so far.",
+    "law/b": "Coefficient b of the same fit.",
+    "law/ceiling": "b - a: the reward that the law gives at H = 0.",
+    "law/ceiling_low": "Lower end of the ceiling's 95 % interval.",
+    "law/ceiling_high": "Upper end of the ceiling's 95 % interval.",
+    "law/r2": "Share of the rewards' variance that the fit explains.",
+    "time/<phase>": "Wall time of a phase of the step (generation, score, evaluation, update, weights), in seconds.",
+    "time/step": "Wall time of the step, in seconds.",
+}
+
+
+def is_documented(name: str) -> bool:
+    """Whether the table explains the metric `name`, directly or by a name with `<...>` parts."""
+    return name in METRICS or any(pattern.fullmatch(name) for pattern in _PATTERNS)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    pieces = re.split(r"<\w+>", name)
+    return re.compile("[^/]+".join(re.escape(piece) for piece in pieces))
+
+
+_PATTERNS = [_pattern(name) for name in METRICS if "<" in name]
