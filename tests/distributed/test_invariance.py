@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "kl_cov_k3": {"loss": "kl_cov", "kl_cov": {"fraction": 0.05, "estimator": "k3"}, "reduction": "constant",
                   "constant_length": 20, "advantage": "reinforce_plus_plus_baseline"},
 }  # fmt: skip
-LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {"dp2": ({}, 2), "tp2": ({"tensor": 2}, 2), "pp2": ({"pipeline": 2}, 2)}
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "dp2": ({}, 2),
+    "tp2": ({"tensor": 2}, 2),
+    "pp2": ({"pipeline": 2}, 2),
+}
 ONE_SEQUENCE_EACH = 1  # tokens: every sequence is over the budget and gets its own micro-batch
 BUDGETS = (10_000, 170, 90, ONE_SEQUENCE_EACH)
 
@@ -117,9 +120,7 @@ def test_the_cut_into_micro_batches_changes_nothing(uncut: dict[Any, dict[str, A
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layout_over_ranks_changes_nothing(
-    folder: str, uncut: dict[Any, dict[str, Any]], layout: str
-) -> None:
+def test_the_layout_over_ranks_changes_nothing(folder: str, uncut: dict[Any, dict[str, Any]], layout: str) -> None:
     parallel, world_size = LAYOUTS[layout]
     for results in run_ranks(updates_in_layout, world_size, folder, parallel, (170, ONE_SEQUENCE_EACH)):
         for (objective, budget), result in results.items():

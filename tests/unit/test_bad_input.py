@@ -1,0 +1,124 @@
+"""Mistakes of the user end with one line that names key, file or row, and exit code 2, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from megarl.data.generated import write_arithmetic, write_tokenizer
+from megarl.train import main
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and data that would train."""
+    folder = tmp_path_factory.mktemp("parts")
+    write_tiny_model(folder / "model", "qwen2", tied=True, layers=2)
+    write_tokenizer(folder / "model")
+    write_arithmetic(folder / "data", train=8, evaluation=4, demonstrations=4, seed=3)
+    return folder
+
+
+@pytest.fixture
+def config(parts: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "run": {"folder": str(tmp_path / "run")},
+        "loop": {"steps": 1, "prompts_per_step": 2, "updates_per_step": 1},
+        "model": {"path": str(parts / "model")},
+        "data": {"files": [str(parts / "data" / "train.parquet")], "chat_template": False, "max_prompt_length": 20},
+        "rollout": {"max_response_length": 8, "samples_per_prompt": 2},
+    }
+
+
+def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The one line on standard error with which `megarl.train` ends."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(path), *overrides])
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megarl: error:")]
+    assert len(lines) == 1
+    assert not (tmp_path / "run").exists(), "a run folder was made before the input was checked"
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("objective.clip_lo=0.1", ["objective.clip_lo", "unknown key", "clip_low"]),
+        ("optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "number"]),
+        ("optimizer.learning_rate=-1", ["optimizer.learning_rate", "-1", "greater than 0"]),
+        ("loop.steps=null", ["loop.steps", "integer"]),
+        ("objective.loss=vapo", ["objective.loss", "vapo", "clip_cov"]),
+        ("parallel.tensor=2", ["parallel.tensor", "world size 1"]),
+        ("parallel.sequence=true", ["parallel.sequence", "parallel.tensor"]),
+        ("model.path=/no/such/folder", ["model.path", "/no/such/folder"]),
+        ("data.files=[/no/such.parquet]", ["/no/such.parquet"]),
+        ("data.max_prompt_length=5", ["train.parquet", "row 1", "5"]),
+        ("reward.function=no.such:thing", ["reward.function", "no.such"]),
+        ("loop.updates_per_step=3", ["updates_per_step", "3", "prompts_per_step"]),
+        ("nonsense", ["nonsense", "section.key=value"]),
+    ],
+)
+def test_a_bad_value_is_named(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, expected: list[str]
+) -> None:
+    line = message_of(config, tmp_path, capsys, override)
+    for part in expected:
+        assert part in line, line
+
+
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_named(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = message_of(config, tmp_path, capsys, "parallel.tensor=4")
+    assert "parallel.tensor = 4" in line and "2 key-value heads" in line
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, schema=None if rows else pa.schema([("prompt", pa.string())])), path)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda path: write_rows(path, [{"prompt": "1+1=", "data_source": "x"}]), ["reward_model", "column"]),
+        (lambda path: write_rows(path, []), []),
+        (lambda path: path.write_bytes(b""), []),
+    ],
+    ids=["no column", "no row", "no byte"],
+)
+def test_a_bad_prompt_file_is_named(
+    config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    write: Callable[[Path], None],
+    expected: list[str],
+) -> None:
+    path = tmp_path / "prompts.parquet"
+    write(path)
+    config["data"]["files"] = [str(path)]
+    line = message_of(config, tmp_path, capsys)
+    for part in ["prompts.parquet", *expected]:
+        assert part in line, line
+
+
+def test_a_run_folder_that_holds_a_run_is_left_alone(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "config.yaml").write_text("earlier: run\n")
+    config["run"]["folder"] = str(occupied)
+    assert "run.overwrite" in message_of(config, tmp_path, capsys)
+    assert (occupied / "config.yaml").read_text() == "earlier: run\n"
