@@ -19,24 +19,24 @@ def token_weights(lengths: torch.Tensor, reduction: Reduction, *, constant: int 
     """[sum(lengths)] fp32: each token's share in the loss, for responses of `lengths` [sequences], one after the other.
 
     token_mean: 1 / all tokens. sequence_mean: 1 / (sequences x own length). constant: 1 / (sequences x `constant`).
-    `lengths` are those of the whole mini-batch over all ranks.
+    `lengths` are those of the whole mini-batch over all ranks; an empty response counts as a sequence.
     """
-    per_sequence = lengths.double()
+    per_sequence, sequences = lengths.double(), max(1, len(lengths))
     match reduction:
         case "token_mean":
             share = torch.full_like(per_sequence, 1.0 / max(1, int(lengths.sum())))
         case "sequence_mean":
-            share = 1.0 / (len(lengths) * per_sequence.clamp(min=1))
+            share = 1.0 / (sequences * per_sequence.clamp(min=1))
         case "constant":
             if constant is None or constant < 1:
                 raise ValueError(f"the constant reduction needs a constant of at least 1, not {constant}")
-            share = torch.full_like(per_sequence, 1.0 / (len(lengths) * constant))
+            share = torch.full_like(per_sequence, 1.0 / (sequences * constant))
     return share.repeat_interleave(lengths).float()
 
 
 def probability_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
-    """exp(logprob - old_logprob), the log-ratio held within +-MAX_LOG_RATIO."""
-    return (logprob - old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    """exp(logprob - old_logprob) in fp32 or better, the log-ratio held within +-MAX_LOG_RATIO (no gradient beyond)."""
+    return _bounded(_difference(logprob, old_logprob)).exp()
 
 
 def clipped_surrogate(
@@ -92,26 +92,36 @@ def kl_cov(
     KL(old || new) from tokens that the old policy sampled.
     """
     loss = -advantage * probability_ratio(logprob, old_logprob)
-    penalty = (logprob - old_logprob).abs() if estimator == "abs" else kl_old_new(logprob, old_logprob)
+    penalty = _difference(logprob, old_logprob).abs() if estimator == "abs" else kl_old_new(logprob, old_logprob)
     return loss + torch.where(selected, beta * penalty, 0.0)
 
 
 def kl_old_new(logprob: torch.Tensor, old_logprob: torch.Tensor) -> torch.Tensor:
     """r - 1 - log r with r = new / old: non-negative; averaged over the old policy's samples, KL(old || new)."""
-    log_ratio = (logprob - old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp() - 1 - log_ratio
+    log_ratio = _bounded(_difference(logprob, old_logprob))
+    return log_ratio.expm1() - log_ratio
 
 
 def reference_kl(logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
     """Estimates of KL(policy || reference) from tokens that the policy sampled, with d = logprob - reference.
 
-    k1: d (unbiased, may be negative). k2: d^2 / 2. k3: exp(-d) - 1 + d (non-negative).
+    k1: d (unbiased, may be negative). k2: d^2 / 2. k3: exp(-d) - 1 + d (unbiased, non-negative). As a term of the loss
+    only k2 has the gradient of the KL on average; k1's is 0 on average, k3's that of KL(reference || policy).
     """
-    difference = (logprob - reference_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = _bounded(_difference(logprob, reference_logprob))
     match estimator:
         case "k1":
             return difference
         case "k2":
             return 0.5 * difference.square()
         case "k3":
-            return (-difference).exp() - 1 + difference
+            return (-difference).expm1() + difference
+
+
+def _difference(logprob: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    precision = torch.promote_types(torch.promote_types(logprob.dtype, other.dtype), torch.float32)
+    return logprob.to(precision) - other.to(precision)
+
+
+def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

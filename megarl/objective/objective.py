@@ -25,12 +25,12 @@ class ClipCovConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     fraction: float = Field(2e-4, ge=0, le=1, description="Tokens drawn, as a fraction of all response tokens.")
-    low: float = Field(1.0, description="Smallest covariance of a candidate.")
-    high: float = Field(5.0, description="Largest covariance of a candidate.")
+    low: float = Field(1.0, description="Smallest covariance of a candidate, nats x advantage.")
+    high: float = Field(5.0, description="Largest covariance of a candidate; .inf for no bound.")
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> ClipCovConfig:
-        if self.low > self.high:
+        if not self.low <= self.high:
             raise ValueError(f"low = {self.low} must not be above high = {self.high}")
         return self
 
@@ -41,7 +41,7 @@ class KlCovConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     fraction: float = Field(2e-3, ge=0, le=1, description="Tokens penalised, as a fraction of all response tokens.")
-    beta: float = Field(1.0, ge=0, description="Weight of the penalty.")
+    beta: float = Field(1.0, ge=0, allow_inf_nan=False, description="Weight of the penalty.")
     estimator: Literal["abs", "k3"] = Field(
         "abs", description="abs: |log-prob difference| (the paper's code); k3: an estimator of KL(old || new)."
     )
@@ -52,7 +52,9 @@ class ReferenceKlConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    coefficient: float = Field(0.0, ge=0, description="Weight; 0 turns it off and no reference model is held.")
+    coefficient: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Weight; 0 turns it off and no reference model is held."
+    )
     estimator: losses.KlEstimator = Field(
         "k3", description="k1 (d), k2 (d^2/2) or k3 (exp(-d)-1+d) of KL(policy || ref)."
     )
@@ -74,9 +76,14 @@ class ObjectiveConfig(BaseModel):
         None, ge=0, le=1, description="Ratio is clipped below 1 - clip_low; unset: 0.2 for ppo, 1 for clip_cov."
     )
     clip_high: float | None = Field(
-        None, ge=0, description="Ratio is clipped above 1 + clip_high; unset: 0.2 for ppo, 1 for clip_cov."
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Ratio is clipped above 1 + clip_high; unset: 0.2 for ppo, 1 for clip_cov.",
     )
-    dual_clip: float | None = Field(None, gt=1, description="ppo: bound of the loss, in |advantage|, where A < 0.")
+    dual_clip: float | None = Field(
+        None, gt=1, allow_inf_nan=False, description="ppo: bound of the loss, in |advantage|, where A < 0; unset: none."
+    )
     clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig)
     kl_cov: KlCovConfig = Field(default_factory=KlCovConfig)
     covariance_scope: Literal["minibatch", "microbatch"] = Field(
@@ -84,7 +91,9 @@ class ObjectiveConfig(BaseModel):
         description="Tokens are selected over the whole optimizer mini-batch, or, as in the paper's released code, "
         "inside each micro-batch of one rank.",
     )
-    entropy_coefficient: float = Field(0.0, description="Weight of the entropy bonus (temperature 1, with gradient).")
+    entropy_coefficient: float = Field(
+        0.0, allow_inf_nan=False, description="Weight of the entropy bonus (temperature 1, with gradient)."
+    )
     reference_kl: ReferenceKlConfig = Field(default_factory=ReferenceKlConfig)
     reduction: losses.Reduction = Field(
         "token_mean", description="How token losses become the loss of a mini-batch, over all ranks and micro-batches."
@@ -97,8 +106,15 @@ class ObjectiveConfig(BaseModel):
             raise ValueError("loss = kl_cov has no PPO clip: leave clip_low and clip_high unset")
         if self.dual_clip is not None and self.loss != "ppo":
             raise ValueError(f"dual_clip belongs to loss = ppo, not {self.loss}")
-        if self.reduction == "constant" and self.constant_length is None:
-            raise ValueError("reduction = constant needs constant_length")
+        if (self.reduction == "constant") != (self.constant_length is not None):
+            raise ValueError(
+                f"constant_length = {self.constant_length} with reduction = {self.reduction}: "
+                "reduction = constant needs it, no other takes it"
+            )
+        if self.discount != 1.0 and self.advantage != "reinforce_plus_plus":
+            raise ValueError(f"discount belongs to advantage = reinforce_plus_plus, not {self.advantage}")
+        if not self.advantage_normalize_std and self.advantage != "grpo":
+            raise ValueError(f"advantage_normalize_std belongs to advantage = grpo, not {self.advantage}")
         return self
 
     @property
@@ -127,7 +143,11 @@ class TokenInputs:
 
 @dataclass
 class LossOutput:
-    """A loss and what to log of it. Both dictionaries combine over micro-batches and ranks."""
+    """A loss and what to log of it. Both dictionaries combine over micro-batches and ranks.
+
+    A sum is that of value x weight, so that the total is the mean over the mini-batch under its loss's reduction
+    (reduction = constant: times mean length / constant_length), or a count.
+    """
 
     loss: torch.Tensor  # scalar: sum of token loss x weight
     sums: dict[str, torch.Tensor]  # added up
@@ -152,15 +172,17 @@ def select_tokens(
     group: dist.ProcessGroup | None,
     key: tuple[int, ...],
 ) -> Selection:
-    """The Selection over all masked tokens of the mini-batch, on all ranks of `group`.
+    """The Selection over all masked tokens of the mini-batch, on all ranks of `group` (some may hold no token).
 
-    `logprob` is the current policy's. `key` names the random draw (seed, step, mini-batch).
+    `logprob` is the current policy's, `token_id` int64 counts the mini-batch's tokens, all of one shape. `key` names
+    the random draw (seed, step, mini-batch). In `microbatch` scope nothing is selected here: `policy_loss` does that.
     """
     covariance = token_covariance(logprob, advantage, mask, group)
-    statistics = covariance_statistics(covariance, mask, group)
-    if config.loss == "ppo" or config.covariance_scope == "microbatch":
-        return Selection(None, statistics)
-    if config.loss == "kl_cov":
+    if config.loss != "ppo" and config.covariance_scope == "microbatch":
+        return Selection(None, covariance_statistics(covariance, mask, group))
+    if config.loss == "ppo":
+        selected = torch.zeros_like(mask, dtype=torch.bool)
+    elif config.loss == "kl_cov":
         selected = select_top(covariance, mask, config.kl_cov.fraction, group, token_id=token_id)
     else:
         free = ~_ppo_clipped(config, logprob, old_logprob, advantage)
@@ -169,15 +191,8 @@ def select_tokens(
             covariance, mask, settings.fraction, settings.low, settings.high, group,
             key=key, token_id=token_id, candidates=free,
         )  # fmt: skip
-    count = selected.sum().double()
-    threshold = covariance[selected].min() if int(count) else covariance.new_tensor(torch.inf)
-    if group is not None:
-        dist.all_reduce(count, group=group)
-        dist.all_reduce(threshold, op=dist.ReduceOp.MIN, group=group)
-    statistics["covariance/selected"] = float(count)
-    if float(count):
-        statistics["covariance/threshold"] = float(threshold)
-    return Selection(selected, statistics)
+    statistics = covariance_statistics(covariance, mask, group, selected=selected)
+    return Selection(None if config.loss == "ppo" else selected, statistics)
 
 
 def policy_loss(config: ObjectiveConfig, inputs: TokenInputs, *, key: tuple[int, ...]) -> LossOutput:
@@ -304,6 +319,12 @@ def compute_advantages(
 
 def objective_warnings(config: ObjectiveConfig, updates_per_rollout: int) -> list[str]:
     """What a user should know of this objective before a run spends hours on it."""
+    warnings = []
     if config.loss == "kl_cov" and updates_per_rollout == 1:
-        return ["loss = kl_cov with one update per rollout: its penalty and gradient are zero there; use more updates"]
-    return []
+        warnings.append(
+            "loss = kl_cov with one update per rollout: its penalty and gradient are zero there; use more updates"
+        )
+    reference = config.reference_kl
+    if reference.coefficient > 0 and reference.where == "loss" and reference.estimator == "k1":
+        warnings.append("reference_kl.estimator = k1 in the loss: its gradient is zero on average; use k2 or k3")
+    return warnings
