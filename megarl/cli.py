@@ -86,18 +86,20 @@ def print_law_fit(title: str, fit: LawFit, ahead: Forecast | None = None, skippe
         f"{fit.points} points, RMSE {fit.rmse:.4g}, R2 {fit.r2:.3f}, "
         f"residual autocorrelation {fit.autocorrelation:.2f} (taken into account)",
         highlight=False,
+        soft_wrap=True,
     )
     if skipped:
-        console.print(f"{skipped} rows without entropy or reward were left out", highlight=False)
+        console.print(f"{skipped} rows without entropy or reward were left out", highlight=False, soft_wrap=True)
     if ahead is not None:
         console.print(
             f"Forecast of {ahead.later_points} later points: RMSE {ahead.rmse:.4g}, "
             f"mean error {ahead.mean_error:+.4g}; "
             f"last point {ahead.final_predicted:.4f} predicted and {ahead.final_actual:.4f} seen",
             highlight=False,
+            soft_wrap=True,
         )
     for warning in fit.warnings:
-        console.print(f"[yellow]Warning:[/] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]Warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 @exits_cleanly_on_user_error
