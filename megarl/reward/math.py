@@ -46,7 +46,7 @@ def last_number(text: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` (or `\fbox{...}`), braces nested to any depth; None when it never closes."""
+    r"""What the last `\boxed{...}` or `\fbox{...}` holds, braces nested to any depth; None when it never closes."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from megarl.data.samples import Sample
 from megarl.errors import UserError
 from megarl.rollout.engine import GenerationRequest, RolloutConfig
-from megarl.rollout.sampling import KeyedSampler, stream_seeds
+from megarl.rollout.sampling import KeyedNumbers, KeyedSampler
 
 
 class InProcessEngine:
@@ -106,7 +106,7 @@ class InProcessEngine:
     def _generate_batch(self, requests: Sequence[GenerationRequest], version: int) -> list[Sample]:
         input_ids, attention_mask = self._left_padded([request.prompt.token_ids for request in requests])
         temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
-        sampler = KeyedSampler(stream_seeds(requests), temperatures)
+        sampler = KeyedSampler(KeyedNumbers(requests, self._device), temperatures)
         sequences = self._model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
