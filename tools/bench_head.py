@@ -1,0 +1,229 @@
+"""Times megarl's head against the unfused pair that other systems use, on the same tensors, in one run.
+
+    python tools/bench_head.py [--tokens T --vocab V --tensor-parallel N] [--json]
+
+Ours: `vocab_parallel_logprob_entropy`. Peer: an entropy function that saves logits and softmax, beside Megatron's
+vocabulary-parallel cross entropy on a clone of the logits (it overwrites them). Forward plus backward, gradients of
+both outputs; medians over interleaved repetitions; peak memory beyond the logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEFAULT_CASES = [(2048, vocab, ranks) for vocab in (19_008, 152_064) for ranks in (1, 2)]
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of tensors made while it is active; `peak` is the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {storage._cdata for storage in _storages((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self._known and storage._cdata not in before:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._known.pop(key, 0)
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """The most bytes of new tensors alive at once while `function` runs."""
+    with PeakMemory() as memory:
+        function()
+    return memory.peak
+
+
+class UnfusedEntropy(torch.autograd.Function):
+    """Entropy over a vocabulary cut over `group`, keeping logits and softmax for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        top = logits.amax(dim=-1, keepdim=True)
+        if group is not None:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (logits - top).exp_()
+        total = exponentials.sum(dim=-1, keepdim=True)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        softmax = exponentials.div_(total)
+        mean = (softmax * logits).sum(dim=-1, keepdim=True)
+        if group is not None:
+            dist.all_reduce(mean, group=group)
+        ctx.save_for_backward(logits, softmax, mean)
+        return (top + total.log() - mean).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        logits, softmax, mean = ctx.saved_tensors
+        return softmax * (mean - logits) * gradient[:, None], None
+
+
+def head_steps(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Forward plus backward of each side. Both begin with a product that is no leaf, as a model's logits are."""
+    from megarl.policy.head import vocab_parallel_logprob_entropy
+    from megarl.policy.mcore import tensor_parallel
+
+    def ours(source: torch.Tensor) -> torch.Tensor:
+        logprob, entropy = vocab_parallel_logprob_entropy(source, targets, group=group)
+        return (logprob * weights[0] + entropy * weights[1]).sum()
+
+    def peer(source: torch.Tensor) -> torch.Tensor:
+        entropy = UnfusedEntropy.apply(source, group)
+        # Megatron's cross entropy writes into its input, and the entropy's backward still needs the logits.
+        logprob = -tensor_parallel.vocab_parallel_cross_entropy(source.clone(), targets)
+        return (logprob * weights[0] + entropy * weights[1]).sum()
+
+    def step(side: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        return lambda source: side(source).backward()
+
+    return {"ours": step(ours), "peer": step(peer)}
+
+
+def fresh(logits: torch.Tensor) -> torch.Tensor:
+    """A copy of the logits that is the result of an operation and wants a gradient, without holding a second buffer."""
+    leaf = torch.zeros((), requires_grad=True)
+    return Produced.apply(leaf, logits.clone())
+
+
+class Produced(torch.autograd.Function):
+    """Stands for the output projection: hands on given logits, and takes their gradient without further work."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.zeros(()), None
+
+
+def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: int, results: Any) -> None:
+    """Puts the medians of one case into `results` (from rank 0)."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from megarl.policy.parallel import ParallelConfig, initialize, shutdown
+
+    torch.set_num_threads(1)
+    group = initialize(ParallelConfig(tensor=ranks)).tensor_group
+    generator = torch.Generator().manual_seed(rank)
+    logits = torch.randn(tokens, vocab // ranks, generator=generator) * 3
+    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(99))
+    weights = torch.rand(2, tokens, generator=torch.Generator().manual_seed(98))
+    sides = head_steps(logits, targets, weights, group)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 1):
+        for name, step in sides.items():
+            source = fresh(logits)
+            if group is not None:
+                dist.barrier()
+            began = time.perf_counter()
+            step(source)
+            if repeat:
+                seconds[name].append(time.perf_counter() - began)
+            del source
+    memory = {}
+    for name, step in sides.items():
+        source = fresh(logits)
+        memory[name] = peak_bytes(lambda step=step, source=source: step(source))
+        del source
+    if rank == 0:
+        results.put(
+            {"seconds": {name: statistics.median(values) for name, values in seconds.items()}, "memory": memory}
+        )
+    shutdown()
+
+
+def run_case(tokens: int, vocab: int, ranks: int, repeats: int) -> dict[str, float]:
+    """The figures of one case, measured on `ranks` processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=measure, args=(rank, ranks, port, tokens, vocab, repeats, results))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=900)
+        if process.exitcode != 0:
+            for other in processes:
+                other.kill()
+            raise RuntimeError(f"a rank of the benchmark ended with exit code {process.exitcode}")
+    found = results.get()
+    seconds, memory = found["seconds"], found["memory"]
+    mib = 1 << 20
+    return {
+        "tokens": tokens,
+        "vocab": vocab,
+        "tensor_parallel": ranks,
+        "ours_ms": 1e3 * seconds["ours"],
+        "peer_ms": 1e3 * seconds["peer"],
+        "time_ratio": seconds["ours"] / seconds["peer"],
+        "ours_mib": memory["ours"] / mib,
+        "peer_mib": memory["peer"] / mib,
+        "memory_ratio": memory["ours"] / memory["peer"],
+        "logits_mib": 4 * tokens * vocab / ranks / mib,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, help="response tokens (default 2048)")
+    parser.add_argument("--vocab", type=int, help="vocabulary size (default: 19008 and 152064)")
+    parser.add_argument("--tensor-parallel", type=int, help="ranks that share the vocabulary (default: 1 and 2)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions of each side (default 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    one_case = options.tokens or options.vocab or options.tensor_parallel or options.json
+    cases = [(options.tokens or 2048, options.vocab or 19_008, options.tensor_parallel or 1)]
+    for tokens, vocab, ranks in cases if one_case else DEFAULT_CASES:
+        result = run_case(tokens, vocab, ranks, options.repeats)
+        if options.json:
+            print(json.dumps(result))
+        else:
+            print(", ".join(f"{name} {value:.4g}" for name, value in result.items()), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.exit(main())
