@@ -6,7 +6,6 @@ import re
 from fractions import Fraction
 
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:/\d+)?"
-_LAST_EQUALS = re.compile(rf"=\s*\$?\s*({NUMBER})\s*\$?[\s.;,]*$")
 _NUMBER = re.compile(NUMBER)
 _ANSWER_PHRASE = re.compile(r"(?:answer|Answer)\s*(?:is|:|=)[\s:]*([^\n]+)")
 _LONGEST_NUMBER = 100  # characters; longer digit strings are compared as text
@@ -33,9 +32,9 @@ def final_answer(response: str, *, numeric: bool) -> str | None:
     phrases = _ANSWER_PHRASE.findall(response)
     if phrases:
         return phrases[-1].strip()
-    closing = _LAST_EQUALS.search(response)
-    if closing:
-        return closing.group(1)
+    closing = response.rpartition("=")[2].strip().strip("$ ").rstrip(".;,$ \t\n")
+    if "=" in response and closing and _NUMBER.fullmatch(closing):
+        return closing
     return last_number(response) if numeric else response.strip() or None
 
 
