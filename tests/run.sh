@@ -51,5 +51,5 @@ tests unit "$@"
 tests distributed "$@"
 tests e2e "$@"
 
-echo "== durations: $(IFS=';'; echo "${durations[*]}")"
+echo "== durations: $(printf '%s; ' "${durations[@]}")"
 cat "$summaries"
