@@ -77,10 +77,7 @@ def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
     ordered = list(groups.values())
     parts = min(parts, len(ordered))
     bounds = [len(ordered) * part // parts for part in range(parts + 1)]
-    return [
-        [sample for group in ordered[start:end] for sample in group]
-        for start, end in itertools.pairwise(bounds)
-    ]
+    return [[sample for group in ordered[start:end] for sample in group] for start, end in itertools.pairwise(bounds)]
 
 
 def attach_reference_logprobs(reference: MegatronPolicy, samples: Sequence[Sample]) -> None:

@@ -27,7 +27,8 @@ def train(session: Session) -> None:
     session.hand_over_weights(version=0)
     for step in range(config.loop.steps + 1):
         final = step == config.loop.steps
-        clock, metrics = PhaseClock(), {}
+        clock = PhaseClock()
+        metrics: dict[str, float] = {}
         with clock("generation"):
             rollout = session.collect(step)
         with clock("score"):

@@ -10,12 +10,12 @@ both outputs; medians over interleaved repetitions; peak memory beyond the logit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -95,7 +95,7 @@ class UnfusedEntropy(torch.autograd.Function):
 
 def head_steps(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
-) -> dict[str, Callable[[], torch.Tensor]]:
+) -> dict[str, Callable[[torch.Tensor], None]]:
     """Forward plus backward of each side. Both begin with a product that is no leaf, as a model's logits are."""
     from megarl.policy.head import vocab_parallel_logprob_entropy
     from megarl.policy.mcore import tensor_parallel
@@ -160,7 +160,7 @@ def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: 
     memory = {}
     for name, step in sides.items():
         source = fresh(logits)
-        memory[name] = peak_bytes(lambda step=step, source=source: step(source))
+        memory[name] = peak_bytes(functools.partial(step, source))
         del source
     if rank == 0:
         results.put(
@@ -226,4 +226,4 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.exit(main())
+    main()

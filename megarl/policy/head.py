@@ -318,7 +318,7 @@ def _combine(
         mean = total[2 + 2 * index] / total[1 + 2 * index]
         # Rounding may put the entropy of a one-point distribution below zero.
         normalisers.append(_Normaliser(scale, tops[index] + log_sum, (log_sum - mean).clamp_(min=0)))
-    return total[0] * inverse - normalisers[0].log_z, normalisers[0], (normalisers[1:] or [None])[0]
+    return total[0] * inverse - normalisers[0].log_z, normalisers[0], normalisers[1] if len(normalisers) > 1 else None
 
 
 def _chunk_gradient(

@@ -25,6 +25,7 @@ from megarl.policy.hf_weights import gather_hf_tensors, load_hf_weights
 from megarl.policy.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    MegatronOptimizer,
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
@@ -103,7 +104,7 @@ class MegatronPolicy:
         self.device = next(self.chunks[0].parameters()).device
         self._sequence_parallel = parallel.sequence
         self._count_multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-        self.optimizer = None
+        self.optimizer: MegatronOptimizer | None = None
         if optimizer is not None:
             self._build_training(optimizer, total_updates)
 

@@ -1,0 +1,67 @@
+"""The head over 2 and 4 tensor-parallel ranks equals one rank, in values and gradients, with a padded vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
+from tests.distributed.spawn import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TOKENS, WIDTH, PADDED = 29, 6, 64
+VOCABULARY = 31  # of 4 ranks with 16 columns each, the last two hold padding only or nearly so
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=generator),
+        "weight": torch.randn(PADDED, WIDTH, dtype=torch.float64, generator=generator),
+        "targets": torch.randint(0, VOCABULARY, (TOKENS,), generator=generator),
+        "temperature": torch.rand(TOKENS, dtype=torch.float64, generator=generator) + 0.5,
+        "mixture": torch.randn(2, TOKENS, dtype=torch.float64, generator=generator),
+    }
+
+
+def both_forms(group: dist.ProcessGroup | None, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Values of both forms on this rank's columns, and the gradients of a mixture of both outputs."""
+    given = inputs()
+    columns = slice(rank * PADDED // ranks, (rank + 1) * PADDED // ranks)
+    common = {"temperature": given["temperature"], "entropy_temperature": 1.0, "vocab_size": VOCABULARY, "group": group}
+    logits = (given["hidden"] @ given["weight"][columns].T).requires_grad_()
+    logprob, entropy = vocab_parallel_logprob_entropy(logits, given["targets"], chunk_size=5, **common)
+    (logprob * given["mixture"][0] + entropy * given["mixture"][1]).sum().backward()
+    hidden = given["hidden"].clone().requires_grad_()
+    weight = given["weight"][columns].clone().requires_grad_()
+    linear = linear_logprob_entropy(hidden, weight, given["targets"], chunk_size=7, vocab_chunk_size=5, **common)
+    (linear[0] * given["mixture"][0] + linear[1] * given["mixture"][1]).sum().backward()
+    return {
+        "logprob": logprob.detach(),
+        "entropy": entropy.detach(),
+        "linear_logprob": linear[0].detach(),
+        "linear_entropy": linear[1].detach(),
+        "hidden_gradient": hidden.grad,
+        "logits_gradient": logits.grad,
+        "weight_gradient": weight.grad,
+    }
+
+
+def on_rank(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    return both_forms(dist.group.WORLD, rank, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_equal_one_rank(ranks: int) -> None:
+    expected = both_forms(None, 0, 1)
+    results = run_ranks(on_rank, ranks)
+    for result in results:
+        for name in ("logprob", "entropy", "linear_logprob", "linear_entropy", "hidden_gradient"):
+            torch.testing.assert_close(result[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+            assert torch.isfinite(result[name]).all()
+            assert torch.equal(result[name], results[0][name]), f"{name} differs between ranks"
+    for name, dim in (("logits_gradient", 1), ("weight_gradient", 0)):
+        together = torch.cat([result[name] for result in results], dim=dim)
+        torch.testing.assert_close(together, expected[name], rtol=1e-12, atol=1e-12, msg=name)
