@@ -54,6 +54,12 @@ def prepare_run_folder(folder: str, overwrite: bool, config: Any) -> Path:
     return path
 
 
+def one_rank_warns(layout: Layout) -> None:
+    """Nothing; warnings, which are alike on all ranks, come from rank 0 alone."""
+    if layout.rank != 0:
+        logging.getLogger("megarl").setLevel(logging.ERROR)
+
+
 def load_tokenizer(folder: str) -> Any:
     """The HF tokenizer of a model folder. Raises UserError when it has none or lacks an end token."""
     from transformers import AutoTokenizer
@@ -95,6 +101,7 @@ class Session:
         reward_function(config.reward)
         folder = prepare_run_folder(config.run.folder, config.run.overwrite, config) if trains else None
         layout = initialize(config.parallel, config.run.seed)
+        one_rank_warns(layout)
         speaks = layout.rank == 0 and folder is not None
         return cls(
             config=config,

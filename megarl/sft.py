@@ -19,7 +19,7 @@ from megarl.objective.objective import likelihood_loss
 from megarl.policy.megatron import MegatronPolicy, TokenTable
 from megarl.policy.model import read_model_shape
 from megarl.policy.parallel import check_layout, initialize, job_world_size, shutdown
-from megarl.session import load_tokenizer, one_config_argument, prepare_run_folder
+from megarl.session import load_tokenizer, one_config_argument, one_rank_warns, prepare_run_folder
 from megarl.track.clock import PhaseClock
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     demonstrations = load_demonstrations(config.data.files, config.data, load_tokenizer(config.model.path))
     folder = prepare_run_folder(config.run.folder, config.run.overwrite, config)
     layout = initialize(config.parallel, config.run.seed)
+    one_rank_warns(layout)
     policy = MegatronPolicy(
         config.model.path,
         shape,

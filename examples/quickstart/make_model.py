@@ -18,6 +18,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     write_tokenizer(options.out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.out)
     torch.manual_seed(options.seed)

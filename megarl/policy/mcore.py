@@ -27,6 +27,9 @@ with warnings.catch_warnings():
 
 if not torch.cuda.is_available():
     cpu.patch_megatron()
+    # Advice on CUDA streams and graphs, and torch's renamed collectives: nothing that a user of a CPU can act on.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 __all__ = [
     "DistributedDataParallel",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.batching import balance, equal_count_micro_batches, micro_batches
+from megarl.data.batching import balance, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -57,17 +57,3 @@ def test_balance_is_a_partition_with_bounded_excess(lengths: list[int], ranks: i
     assert max(totals) - min(totals) <= max(lengths, default=0)
     assert all(shares) or len(lengths) < ranks
     assert balance(lengths, ranks) == shares
-
-
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 200), st.integers(1, 3))
-def test_all_ranks_get_the_same_number_of_micro_batches(
-    lengths_by_rank: list[list[int]], budget: int, multiple: int
-) -> None:
-    per_rank = equal_count_micro_batches(lengths_by_rank, budget, multiple=multiple)
-    counts = {len(batches) for batches in per_rank}
-    assert len(counts) == 1 and counts.pop() % multiple == 0
-    for lengths, batches in zip(lengths_by_rank, per_rank, strict=True):
-        assert flat(batches) == list(range(len(lengths)))
-        assert all(len(batch) <= 1 or cost(batch, lengths) <= budget for batch in batches)
-        empty = batches.count([])
-        assert empty == max(0, len(batches) - len(lengths)) and batches[len(batches) - empty :] == [[]] * empty
