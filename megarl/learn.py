@@ -54,6 +54,8 @@ def update_on(
     result = policy.update(
         samples, table, partial(policy_loss, objective, key=key), entropy_gradient=objective.entropy_coefficient != 0
     )
+    if result.skipped:
+        return result.metrics  # what is not finite has no covariance
     if not selects:
         selection = covariance_of(objective, table, result.logprobs, key)
     return selection.statistics | result.metrics
