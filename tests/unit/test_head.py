@@ -11,7 +11,7 @@ import torch
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
 from tools.bench_head import fresh, peak_bytes
 
-VOCABULARY, PADDED = 45, 50
+TOKENS, VOCABULARY, PADDED = 7, 11, 13
 
 
 def dense_reference(
@@ -33,16 +33,16 @@ def dense_reference(
 @pytest.fixture
 def case() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(37, PADDED, dtype=torch.float64, generator=generator) * 3
-    return logits, torch.randint(0, VOCABULARY, (37,), generator=generator)
+    logits = torch.randn(TOKENS, PADDED, dtype=torch.float64, generator=generator) * 3
+    return logits, torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
 
 
 TEMPERATURES = {
     "one": (1.0, 1.0),
     "float": (0.7, 0.7),
     "entropy at one": (0.7, 1.0),
-    "per token": (torch.linspace(0.5, 1.5, 37), torch.linspace(1.5, 0.5, 37)),
-    "per token, entropy at one": (torch.linspace(0.5, 1.5, 37), 1.0),
+    "per token": (torch.linspace(0.5, 1.5, TOKENS), torch.linspace(1.5, 0.5, TOKENS)),
+    "per token, entropy at one": (torch.linspace(0.5, 1.5, TOKENS), 1.0),
 }
 
 
@@ -53,7 +53,7 @@ def test_values_match_the_dense_reference(case: Any, name: str, dtype: torch.dty
     temperature, entropy_temperature = TEMPERATURES[name]
     got = vocab_parallel_logprob_entropy(
         logits.to(dtype), targets, temperature=temperature, entropy_temperature=entropy_temperature,
-        vocab_size=VOCABULARY, chunk_size=5,
+        vocab_size=VOCABULARY, chunk_size=3,
     )  # fmt: skip
     expected = dense_reference(logits.to(dtype)[:, :VOCABULARY], targets, temperature, entropy_temperature)
     for ours, reference in zip(got, expected, strict=True):
@@ -68,7 +68,7 @@ def test_gradients_of_both_outputs_are_exact(case: Any, name: str) -> None:
     def head(values: torch.Tensor) -> Any:
         return vocab_parallel_logprob_entropy(
             values, targets, temperature=temperature, entropy_temperature=entropy_temperature,
-            vocab_size=VOCABULARY, chunk_size=5,
+            vocab_size=VOCABULARY, chunk_size=3,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(head, (logits.clone().requires_grad_(),))
@@ -79,13 +79,13 @@ def test_the_form_from_hidden_states_is_exact_too(case: Any, name: str) -> None:
     _, targets = case
     temperature, entropy_temperature = TEMPERATURES[name]
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(37, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    hidden = torch.randn(TOKENS, 6, dtype=torch.float64, generator=generator).requires_grad_()
     weight = torch.randn(PADDED, 6, dtype=torch.float64, generator=generator).requires_grad_()
 
     def head(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
         return linear_logprob_entropy(
             hidden, weight, targets, temperature=temperature, entropy_temperature=entropy_temperature,
-            vocab_size=VOCABULARY, chunk_size=5, vocab_chunk_size=7,
+            vocab_size=VOCABULARY, chunk_size=3, vocab_chunk_size=4,
         )  # fmt: skip
 
     expected = dense_reference((hidden @ weight.T)[:, :VOCABULARY], targets, temperature, entropy_temperature)
