@@ -2,9 +2,11 @@
 
     python tools/bench_head.py [--tokens T --vocab V --tensor-parallel N] [--json]
 
-Ours: `vocab_parallel_logprob_entropy`. Peer: an entropy function that saves logits and softmax, beside Megatron's
-vocabulary-parallel cross entropy on a clone of the logits (it overwrites them). Forward plus backward, gradients of
-both outputs; medians over interleaved repetitions; peak memory beyond the logits.
+Ours: `vocab_parallel_logprob_entropy`. Peer: an entropy function that saves logits and softmax and works in place where
+it can, beside Megatron's own vocabulary-parallel cross entropy on a clone of the logits (it overwrites them). Forward
+plus backward, gradients of both outputs, which are compared first; fp32 logits, one thread a rank; medians over
+interleaved repetitions, each the slowest rank's; peak memory of rank 0 beyond the logits. Without options: a table of
+2048 tokens, vocabularies 19,008 and 152,064, 1 and 2 ranks. With `--json` or a size: one case, by default the first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,18 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+COLUMNS = {  # of the table: width and number format
+    "tokens": (6, "d"),
+    "vocab": (7, "d"),
+    "tensor_parallel": (15, "d"),
+    "ours_ms": (9, ".1f"),
+    "peer_ms": (9, ".1f"),
+    "time_ratio": (10, ".3f"),
+    "ours_mib": (9, ".1f"),
+    "peer_mib": (9, ".1f"),
+    "memory_ratio": (12, ".4f"),
+}
+DEADLINE_SECONDS = 1800  # for one case
 DEFAULT_CASES = [(2048, vocab, ranks) for vocab in (19_008, 152_064) for ranks in (1, 2)]
 
 
@@ -69,7 +83,11 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 
 class UnfusedEntropy(torch.autograd.Function):
-    """Entropy over a vocabulary cut over `group`, keeping logits and softmax for backward."""
+    """Entropy over a vocabulary cut over `group`, keeping logits and softmax for backward.
+
+    As thrifty as this way can be: the products are summed without being held, backward turns the softmax into the
+    gradient, and it shifts the saved logits in place and back again.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -81,7 +99,7 @@ class UnfusedEntropy(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(total, group=group)
         softmax = exponentials.div_(total)
-        mean = (softmax * logits).sum(dim=-1, keepdim=True)
+        mean = torch.linalg.vecdot(softmax, logits)[:, None]
         if group is not None:
             dist.all_reduce(mean, group=group)
         ctx.save_for_backward(logits, softmax, mean)
@@ -90,30 +108,40 @@ class UnfusedEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         logits, softmax, mean = ctx.saved_tensors
-        return softmax * (mean - logits) * gradient[:, None], None
+        logits.sub_(mean)
+        softmax.mul_(logits).mul_(-gradient[:, None])
+        logits.add_(mean)
+        return softmax, None
 
 
-def head_steps(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
-) -> dict[str, Callable[[torch.Tensor], None]]:
-    """Forward plus backward of each side. Both begin with a product that is no leaf, as a model's logits are."""
+Head = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def heads(targets: torch.Tensor, group: dist.ProcessGroup | None) -> dict[str, Head]:
+    """(logprob [T], entropy [T]) of logits [T, V/TP] as either side computes them."""
     from megarl.policy.head import vocab_parallel_logprob_entropy
     from megarl.policy.mcore import tensor_parallel
 
-    def ours(source: torch.Tensor) -> torch.Tensor:
-        logprob, entropy = vocab_parallel_logprob_entropy(source, targets, group=group)
-        return (logprob * weights[0] + entropy * weights[1]).sum()
-
-    def peer(source: torch.Tensor) -> torch.Tensor:
+    def peer(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         entropy = UnfusedEntropy.apply(source, group)
         # Megatron's cross entropy writes into its input, and the entropy's backward still needs the logits.
-        logprob = -tensor_parallel.vocab_parallel_cross_entropy(source.clone(), targets)
-        return (logprob * weights[0] + entropy * weights[1]).sum()
+        return -tensor_parallel.vocab_parallel_cross_entropy(source.clone(), targets), entropy
 
-    def step(side: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
-        return lambda source: side(source).backward()
+    return {"ours": functools.partial(vocab_parallel_logprob_entropy, targets=targets, group=group), "peer": peer}
 
-    return {"ours": step(ours), "peer": step(peer)}
+
+def forward_backward(head: Head, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(logprob, entropy, gradient of the logits) for a loss that weighs both outputs by `weights` [2, T]."""
+    outputs = head(source)
+    gradient = torch.autograd.grad(outputs, [source], list(weights))
+    return tuple(tensor.detach() for tensor in (*outputs, *gradient))
+
+
+def check_agreement(sides: dict[str, Head], logits: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raises where the two sides' outputs or gradients differ by more than fp32 rounding."""
+    ours, peer = (forward_backward(head, fresh(logits), weights) for head in sides.values())
+    for one, other in zip(ours, peer, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def fresh(logits: torch.Tensor) -> torch.Tensor:
@@ -145,22 +173,23 @@ def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: 
     logits = torch.randn(tokens, vocab // ranks, generator=generator) * 3
     targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(99))
     weights = torch.rand(2, tokens, generator=torch.Generator().manual_seed(98))
-    sides = head_steps(logits, targets, weights, group)
+    sides = heads(targets, group)
+    check_agreement(sides, logits, weights)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
-        for name, step in sides.items():
+    for _ in range(repeats):
+        for name, head in sides.items():
             source = fresh(logits)
-            if group is not None:
-                dist.barrier()
+            dist.barrier()
             began = time.perf_counter()
-            step(source)
-            if repeat:
-                seconds[name].append(time.perf_counter() - began)
+            forward_backward(head, source, weights)
+            elapsed = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            seconds[name].append(float(elapsed))
             del source
     memory = {}
-    for name, step in sides.items():
+    for name, head in sides.items():
         source = fresh(logits)
-        memory[name] = peak_bytes(functools.partial(step, source))
+        memory[name] = peak_bytes(functools.partial(forward_backward, head, source, weights))
         del source
     if rank == 0:
         results.put(
@@ -182,12 +211,18 @@ def run_case(tokens: int, vocab: int, ranks: int, repeats: int) -> dict[str, flo
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(timeout=900)
-        if process.exitcode != 0:
-            for other in processes:
-                other.kill()
-            raise RuntimeError(f"a rank of the benchmark ended with exit code {process.exitcode}")
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while any(process.exitcode is None for process in processes):
+            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RuntimeError(f"ranks ended with exit codes {codes} (None: still running) within {DEADLINE_SECONDS} s")
+    finally:
+        for process in processes:
+            process.kill()
     found = results.get()
     seconds, memory = found["seconds"], found["memory"]
     mib = 1 << 20
@@ -208,19 +243,26 @@ def run_case(tokens: int, vocab: int, ranks: int, repeats: int) -> dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, help="response tokens (default 2048)")
-    parser.add_argument("--vocab", type=int, help="vocabulary size (default: 19008 and 152064)")
-    parser.add_argument("--tensor-parallel", type=int, help="ranks that share the vocabulary (default: 1 and 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions of each side (default 5)")
+    parser.add_argument("--vocab", type=int, help="vocabulary size, a multiple of the ranks (default 19008)")
+    parser.add_argument("--tensor-parallel", type=int, help="ranks that share the vocabulary (default 1)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed repetitions of each side (default 7)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    for name in ("tokens", "vocab", "tensor_parallel", "repeats"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} = {value} must be at least 1")
+    if (options.vocab or 19_008) % (options.tensor_parallel or 1):
+        parser.error(f"--vocab must be a multiple of --tensor-parallel = {options.tensor_parallel}")
     one_case = options.tokens or options.vocab or options.tensor_parallel or options.json
     cases = [(options.tokens or 2048, options.vocab or 19_008, options.tensor_parallel or 1)]
+    if not options.json:
+        print(" ".join(f"{name:>{width}}" for name, (width, _) in COLUMNS.items()))
     for tokens, vocab, ranks in cases if one_case else DEFAULT_CASES:
         result = run_case(tokens, vocab, ranks, options.repeats)
         if options.json:
             print(json.dumps(result))
         else:
-            print(", ".join(f"{name} {value:.4g}" for name, value in result.items()), flush=True)
+            print(" ".join(f"{result[name]:>{width}{form}}" for name, (width, form) in COLUMNS.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,8 @@ class _LogprobEntropy(torch.autograd.Function):
         logits, targets, top, totals, means = ctx.saved_tensors
         shard: Shard = ctx.shard
         temperatures: Temperatures = ctx.temperatures
-        grad = logits if ctx.overwrite else torch.empty_like(logits)
+        # A detached alias carries no graph, and still marks the logits as changed for whoever saved them.
+        grad = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         terms = gradient_terms(grad_logprob, grad_entropy, temperatures, totals, means)
         elements = min(ctx.rows, len(targets)) * shard.valid
         workspace = Workspace(elements, 1 + len(terms), top.dtype, logits.device)
