@@ -43,11 +43,11 @@ def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[
 def prepare_run_folder(folder: str, overwrite: bool, config: Any) -> Path:
     """The run folder, made new on rank 0. Raises UserError when it already holds a run."""
     path = Path(folder)
-    occupied = (path / "config.yaml").exists()
-    if occupied and not overwrite:
-        raise UserError(f"run.folder = {path} already holds a run; choose another or set run.overwrite=true")
+    # Rank 0 alone looks and makes: another rank might look after it was made.
     if os.environ.get("RANK", "0") == "0":
-        if occupied:
+        if (path / "config.yaml").exists():
+            if not overwrite:
+                raise UserError(f"run.folder = {path} already holds a run; choose another or set run.overwrite=true")
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
         save_config(config, path / "config.yaml")
