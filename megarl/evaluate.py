@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     path, overrides = one_config_argument("megarl.evaluate", arguments)
     session = Session.start(load_config(path, overrides, RunConfig), trains=False)
+    session.hand_over_weights(version=0)
     metrics = session.evaluate(step=0, final=False)
     if session.layout.rank == 0:
         print(json.dumps(metrics))

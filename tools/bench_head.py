@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
 import socket
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 
 COLUMNS = {  # of the table: width and number format
     "tokens": (6, "d"),
@@ -43,43 +42,19 @@ DEADLINE_SECONDS = 1800  # for one case
 DEFAULT_CASES = [(2048, vocab, ranks) for vocab in (19_008, 152_064) for ranks in (1, 2)]
 
 
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is active; `peak` is the most that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {storage._cdata for storage in _storages((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            if storage._cdata not in self._known and storage._cdata not in before:
-                self._add(storage)
-        return result
-
-    def _add(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known[key] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.live -= self._known.pop(key, 0)
-
-
-def _storages(tree: Any) -> list[Any]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes of new tensors alive at once while `function` runs."""
-    with PeakMemory() as memory:
+    """The most bytes of new tensors alive at once while `function` runs on the CPU, by the allocator's own events.
+
+    A mode that holds Python references to tensors would not do: autograd adds gradients in place only where nobody else
+    holds them.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    return memory.peak
+    kineto = profiler.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 class UnfusedEntropy(torch.autograd.Function):
@@ -164,6 +139,8 @@ class Produced(torch.autograd.Function):
 
 def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: int, results: Any) -> None:
     """Puts the medians of one case into `results` (from rank 0)."""
+    # The profiler writes to standard output, which belongs to the figures.
+    os.dup2(2, 1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from megarl.policy.parallel import ParallelConfig, initialize, shutdown
 

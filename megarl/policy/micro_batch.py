@@ -20,7 +20,7 @@ class MicroBatch:
     predicting: torch.Tensor  # [T] int64: index into [s * b] hidden states that predict each response token
     targets: torch.Tensor  # [T] int64: the response tokens
     token_ids: torch.Tensor  # [T] int64: place of each token in the flat arrays over all samples of the mini-batch
-    temperature: torch.Tensor  # [T] fp32: sampling temperature of each token
+    temperature: float | torch.Tensor  # sampling temperature: one number where all agree, else of each token, [T] fp32
 
 
 def token_offsets(samples: Sequence[Sample]) -> list[int]:
@@ -61,28 +61,29 @@ def _build(
     device: torch.device,
 ) -> MicroBatch:
     rows = max(1, len(indices))
-    longest = max([samples[i].total_length - 1 for i in indices], default=1)
+    own = [samples[i] for i in indices]
+    longest = max([sample.total_length - 1 for sample in own], default=1)
     padded = -(-longest // length_multiple) * length_multiple
-    input_ids = torch.zeros(rows, padded, dtype=torch.int64)
-    predicting, targets, token_ids, temperatures = [], [], [], []
-    for row, index in enumerate(indices):
-        sample = samples[index]
-        response = torch.tensor(sample.response_ids, dtype=torch.int64)
-        prompt_length = len(sample.prompt.token_ids)
-        input_ids[row, :prompt_length] = torch.tensor(sample.prompt.token_ids, dtype=torch.int64)
-        input_ids[row, prompt_length : sample.total_length - 1] = response[:-1]
-        steps = torch.arange(len(response))
-        predicting.append((prompt_length - 1 + steps) * rows + row)
-        targets.append(response)
-        token_ids.append(offsets[index] + steps)
-        # Greedy samples (temperature 0) are scored at temperature 1, as the engines report them.
-        temperatures.append(torch.full((len(response),), sample.temperature or 1.0))
-    empty = torch.zeros(0, dtype=torch.int64)
+    sequences = [(sample.prompt.token_ids + sample.response_ids)[:-1] for sample in own] or [[]]
+    prompt_lengths = torch.tensor([len(sample.prompt.token_ids) for sample in own], dtype=torch.int64)
+    lengths = torch.tensor([sample.response_length for sample in own], dtype=torch.int64)
+    row = torch.arange(len(own)).repeat_interleave(lengths)  # of each response token
+    place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]  # in its response
+    first = torch.tensor([offsets[i] for i in indices], dtype=torch.int64)
+    targets = [token for sample in own for token in sample.response_ids]
     return MicroBatch(
-        input_ids=input_ids.to(device),
+        input_ids=torch.tensor([ids + [0] * (padded - len(ids)) for ids in sequences], device=device),
         position_ids=torch.arange(padded, device=device)[None].expand(rows, -1),
-        predicting=torch.cat([*predicting, empty]).to(device),
-        targets=torch.cat([*targets, empty]).to(device),
-        token_ids=torch.cat([*token_ids, empty]).to(device),
-        temperature=torch.cat([*temperatures, empty.float()]).to(device),
+        predicting=((prompt_lengths[row] - 1 + place) * rows + row).to(device),
+        targets=torch.tensor(targets, dtype=torch.int64, device=device),
+        token_ids=(first[row] + place).to(device),
+        temperature=_temperature(own, row, device),
     )
+
+
+def _temperature(samples: Sequence[Sample], row: torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    # Greedy samples (temperature 0) are scored at temperature 1, as the engines report them.
+    temperatures = [sample.temperature or 1.0 for sample in samples]
+    if len(set(temperatures)) <= 1:
+        return temperatures[0] if temperatures else 1.0
+    return torch.tensor(temperatures, dtype=torch.float32)[row].to(device)

@@ -84,12 +84,12 @@ def job_world_size() -> int:
 def initialize(config: ParallelConfig, seed: int = 1) -> Layout:
     """This rank's `Layout`; starts torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups."""
     if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
+            # A single process needs no port, which another run on this machine might hold.
+            store=dist.HashStore() if "MASTER_ADDR" not in os.environ else None,
             rank=int(os.environ.get("RANK", "0")),
             world_size=job_world_size(),
             timeout=datetime.timedelta(minutes=config.timeout_minutes),

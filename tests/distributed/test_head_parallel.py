@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,3 +70,69 @@ def test_tensor_parallel_ranks_equal_one_rank(ranks: int) -> None:
     for name, dim in (("logits_gradient", 1), ("weight_gradient", 0)):
         together = torch.cat([result[name] for result in results], dim=dim)
         torch.testing.assert_close(together, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def edge_cases(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Masked columns (a whole rank's among them), no tokens, an unreduced gradient, and how often the group is used."""
+    given = inputs()
+    columns = slice(rank * PADDED // ranks, (rank + 1) * PADDED // ranks)
+    logits = (given["hidden"] @ given["weight"].T)[:, columns].clone()
+    if rank == 0:
+        logits[:] = -torch.inf
+    logits.requires_grad_()
+    group = dist.group.WORLD
+    targets = torch.full((TOKENS,), PADDED - 1)
+    calls = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **options: calls.append(1) or all_reduce(*args, **options)
+    try:
+        logprob, entropy = vocab_parallel_logprob_entropy(logits, targets, group=group, chunk_size=5)
+    finally:
+        dist.all_reduce = all_reduce
+    (logprob.sum() + entropy.sum()).backward()
+    nothing = vocab_parallel_logprob_entropy(logits.detach()[:0], targets[:0], group=group)
+    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"][columns]
+    sum(
+        linear_logprob_entropy(hidden, weight, given["targets"], group=group, reduce_hidden_gradient=False)
+    ).sum().backward()
+    partial = hidden.grad.clone()
+    dist.all_reduce(hidden.grad, group=group)
+    return {
+        "logprob": logprob.detach(),
+        "entropy": entropy.detach(),
+        "gradient": logits.grad,
+        "collectives": torch.tensor(len(calls)),
+        "empty": torch.stack(nothing),
+        "partial": partial,
+        "summed": hidden.grad,
+    }
+
+
+def test_masked_ranks_empty_batches_and_unreduced_gradients() -> None:
+    given = inputs()
+    dense = given["hidden"] @ given["weight"].T
+    masked = dense[:, PADDED // 2 :]
+    expected_logprob = torch.log_softmax(masked, dim=-1)
+    first, second = run_ranks(edge_cases, 2)
+    torch.testing.assert_close(first["logprob"], expected_logprob[:, -1], rtol=1e-12, atol=1e-12)
+    expected_entropy = -(expected_logprob.exp() * expected_logprob).sum(-1)
+    torch.testing.assert_close(first["entropy"], expected_entropy, rtol=1e-12, atol=1e-12)
+    assert torch.all(first["gradient"] == 0) and torch.isfinite(second["gradient"]).all()
+    assert first["collectives"] == 2, "one MAX and one SUM, whatever the number of chunks"
+    assert first["empty"].shape == (2, 0)
+    hidden = given["hidden"].clone().requires_grad_()
+    sum(linear_logprob_entropy(hidden, given["weight"], given["targets"])).sum().backward()
+    assert not torch.allclose(first["partial"], hidden.grad)
+    torch.testing.assert_close(first["summed"], hidden.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_benchmark_prints_one_json_object() -> None:
+    root = Path(__file__).parents[2]
+    sizes = ["--tokens", "64", "--vocab", "4096", "--tensor-parallel", "2", "--repeats", "1"]
+    command = ["tools/bench_head.py", *sizes, "--json"]
+    output = subprocess.run([sys.executable, *command], cwd=root, check=True, capture_output=True, timeout=200).stdout
+    figures = json.loads(output)
+    for name in ("ours_ms", "peer_ms", "time_ratio", "ours_mib", "peer_mib", "memory_ratio"):
+        assert figures[name] > 0
+    # Two buffers of logits on each rank: the clone and the softmax.
+    assert figures["peer_mib"] == pytest.approx(2 * figures["logits_mib"], rel=0.05)

@@ -159,6 +159,125 @@ def test_a_second_backward_over_overwritten_logits_raises() -> None:
         logprob.sum().backward()
 
 
+def test_a_token_without_any_possible_target_gives_no_nan() -> None:
+    logits = torch.zeros(2, 6)
+    logits[0] = -torch.inf
+    logits.requires_grad_()
+    logprob, entropy = vocab_parallel_logprob_entropy(logits, torch.tensor([1, 1]), temperature=0.5)
+    assert logprob[0] == -torch.inf and entropy[0] == 0
+    (logprob[1] + entropy.sum()).backward()
+    assert torch.all(logits.grad[0] == 0) and torch.isfinite(logits.grad).all()
+
+
+def test_a_nan_in_the_logits_is_not_hidden() -> None:
+    logits = torch.zeros(1, 6)
+    logits[0, 2] = torch.nan
+    assert all(value.isnan() for value in vocab_parallel_logprob_entropy(logits, torch.tensor([1])))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_large_logits_cost_no_precision(offset: float) -> None:
+    # Quarters are exact in fp32 at either offset.
+    logits = (torch.randn(5, 300, generator=torch.Generator().manual_seed(7)) * 12).round() / 4
+    targets = torch.arange(5)
+    got = vocab_parallel_logprob_entropy(logits + offset, targets)
+    for ours, reference in zip(got, dense_reference(logits, targets, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+def dense_gradient(logits: torch.Tensor, targets: torch.Tensor, mixture: torch.Tensor) -> torch.Tensor:
+    source = logits.double().requires_grad_()
+    logprob, entropy = dense_reference(source, targets, 0.7, 1.0)
+    (logprob * mixture[0] + entropy * mixture[1]).sum().backward()
+    assert source.grad is not None
+    return source.grad
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_in_the_logits_dtype_equal_dense_ones(dtype: torch.dtype, tolerance: float, in_place: bool) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = (torch.randn(9, 60, generator=generator) * 2).to(dtype)
+    targets = torch.randint(0, 60, (9,), generator=generator)
+    mixture = torch.randn(2, 9, generator=generator)
+    source = fresh(logits)
+    outputs = vocab_parallel_logprob_entropy(
+        source, targets, temperature=0.7, entropy_temperature=1.0, in_place_gradient=in_place, chunk_size=4
+    )
+    (gradient,) = torch.autograd.grad(outputs, [source], list(mixture))
+    assert gradient.dtype == dtype and not gradient.requires_grad
+    assert (gradient.data_ptr() == source.data_ptr()) == in_place
+    torch.testing.assert_close(
+        gradient.double(), dense_gradient(logits, targets, mixture), rtol=tolerance, atol=tolerance / 4
+    )
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_bf16_hidden_states_equal_the_form_from_bf16_logits(fp32: bool) -> None:
+    generator = torch.Generator().manual_seed(9)
+    hidden = torch.randn(20, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, 40, (20,), generator=generator)
+    dense = vocab_parallel_logprob_entropy(hidden @ weight.T, targets)
+    expected = torch.autograd.grad(dense, [hidden, weight], [torch.ones(20)] * 2)
+    tiled = linear_logprob_entropy(
+        hidden, weight, targets, chunk_size=7, vocab_chunk_size=9, accumulate_weight_gradient_in_fp32=fp32
+    )
+    for ours, reference in zip(tiled, dense, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-5)
+    for ours, reference in zip(
+        torch.autograd.grad(tiled, [hidden, weight], [torch.ones(20)] * 2), expected, strict=True
+    ):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - reference).norm() <= 0.01 * reference.norm()
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    hidden = torch.randn(4, 3, requires_grad=True)
+    weight = torch.randn(6, 3)
+    sum(linear_logprob_entropy(hidden, weight, torch.arange(4))).sum().backward()
+    assert weight.grad is None and hidden.grad.norm() > 0
+
+
+def test_memory_that_is_not_the_logits_own_is_never_overwritten() -> None:
+    targets = torch.arange(3)
+    parameter = torch.randn(24, requires_grad=True)
+    before = parameter.detach().clone()
+    sum(vocab_parallel_logprob_entropy(parameter.view(3, 8), targets)).sum().backward()
+    assert torch.equal(parameter.detach(), before)
+
+    shared = torch.randn(1, 8, requires_grad=True)
+    sum(vocab_parallel_logprob_entropy((shared * 1).expand(3, 8), targets)).sum().backward()
+    row = shared.detach().clone().expand(3, 8).contiguous().requires_grad_()
+    sum(vocab_parallel_logprob_entropy(row, targets)).sum().backward()
+    torch.testing.assert_close(shared.grad, row.grad.sum(dim=0, keepdim=True))
+
+
+def test_a_producer_that_needs_its_overwritten_output_raises() -> None:
+    source = torch.randn(3, 8, requires_grad=True)
+    logprob, _ = vocab_parallel_logprob_entropy(source.tanh(), torch.arange(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprob.sum().backward()
+
+
+def test_a_second_call_on_overwritten_logits_raises() -> None:
+    logits = torch.randn(3, 8, requires_grad=True) * 2
+    calls = [vocab_parallel_logprob_entropy(logits, torch.arange(3), temperature=value)[0] for value in (1.0, 2.0)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (calls[0] + calls[1]).sum().backward()
+
+
+def test_temperatures_that_are_all_equal_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = torch.randn(4, 8), torch.arange(4)
+    passes = []
+    exp2 = torch.exp2
+    monkeypatch.setattr(torch, "exp2", lambda *args, **options: passes.append(1) or exp2(*args, **options))
+    vocab_parallel_logprob_entropy(logits, targets, temperature=torch.ones(4), entropy_temperature=1.0)
+    assert len(passes) == 1
+    vocab_parallel_logprob_entropy(logits, targets, temperature=torch.arange(1.0, 5.0), entropy_temperature=1.0)
+    assert len(passes) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -168,6 +287,10 @@ def test_a_second_backward_over_overwritten_logits_raises() -> None:
         ({"vocab_size": 9}, "vocab_size"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": torch.ones(3)}, "temperature"),
+        ({"temperature": torch.tensor([1.0, torch.nan])}, "temperature"),
+        ({"entropy_temperature": -1.0}, "entropy_temperature"),
+        ({"targets": torch.tensor([0.0, 1.0])}, "targets"),
+        ({"chunk_size": 0}, "chunk_size"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
