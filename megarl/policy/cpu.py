@@ -145,13 +145,29 @@ def enable() -> None:
     _enabled = True
 
 
+def rotate_by_matrices(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """[s, b, heads, d]: rotary embedding of `tensor` by `angles` [s, 1, 1, d], whose halves are alike.
+
+    Each position's rotation is one d x d matrix: a batched product forward and one backward, where the elementwise
+    form makes eight passes over narrow rows.
+    """
+    if interleaved or angles.shape[-1] != tensor.shape[-1]:
+        raise NotImplementedError("interleaved or partial rotary embedding")
+    half = tensor.shape[-1] // 2
+    cosine, sine = (function(angles[:, 0, 0, :half]).to(tensor.dtype) for function in (torch.cos, torch.sin))
+    diagonal, across = torch.diag_embed(cosine), torch.diag_embed(sine)
+    matrices = torch.cat([torch.cat([diagonal, across], dim=-1), torch.cat([-across, diagonal], dim=-1)], dim=-2)
+    return torch.bmm(tensor.flatten(1, 2), matrices).view(tensor.shape)
+
+
 def patch_megatron() -> None:
-    """Nothing; afterwards Megatron's RNG tracker and its distributed optimizer's checkpoints work with CPU parts.
+    """Nothing; afterwards Megatron has a rotary kernel, and its RNG tracker and checkpoints work with CPU parts.
 
     Call after `megatron.core` was imported. torch's AdamW (no Transformer Engine, no apex here) keeps a `step` tensor
     per parameter, which the distributed optimizer's save and load paths do not expect: without these mends a resumed
     optimizer is silently wrong from its second step on.
     """
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -162,6 +178,7 @@ def patch_megatron() -> None:
         torch.set_rng_state(new_state)
 
     megatron_random._set_cuda_rng_state = set_rng_state
+    rope_utils.fused_apply_rotary_pos_emb = rotate_by_matrices
 
     original_state_dict = DistributedOptimizer.state_dict
     original_set_states = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.errors import UserError
+from megarl.policy.attention import CausalAttention
 from megarl.policy.families import FAMILIES, Family
 from megarl.policy.mcore import (
     Float16Module,
@@ -174,7 +175,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=True,
         persist_layer_norm=False,
         **recompute,
         **pipeline,
@@ -185,6 +186,7 @@ def _layer_spec(config: TransformerConfig) -> Any:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if config.qk_layernorm:
         spec.submodules.self_attention.submodules.q_layernorm = RMSNorm
         spec.submodules.self_attention.submodules.k_layernorm = RMSNorm

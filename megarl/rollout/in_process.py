@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from megarl.data.samples import Sample
 from megarl.errors import UserError
 from megarl.rollout.engine import GenerationRequest, RolloutConfig
+from megarl.rollout.key_value_cache import generation_cache
 from megarl.rollout.sampling import KeyedNumbers, KeyedSampler
 
 
@@ -107,12 +108,15 @@ class InProcessEngine:
         input_ids, attention_mask = self._left_padded([request.prompt.token_ids for request in requests])
         temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
         sampler = KeyedSampler(KeyedNumbers(requests, self._device), temperatures)
+        max_new_tokens = max(request.max_response_length for request in requests)
+        cache = generation_cache(self._model.config, input_ids.shape[1] + max_new_tokens)
+        self._share_prefill(cache, input_ids, attention_mask)
         sequences = self._model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            generation_config=self._generation_config(max(request.max_response_length for request in requests)),
+            generation_config=self._generation_config(max_new_tokens),
             logits_processor=LogitsProcessorList([sampler]),
-            **self._shared_prefill(input_ids, attention_mask),
+            **{self._cache_argument: cache},
         )
         responses = sequences[:, input_ids.shape[1] :].tolist()
         logprobs = sampler.logprobs()
@@ -142,16 +146,15 @@ class InProcessEngine:
             weight_version=version,
         )
 
-    def _shared_prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """The cache over all prompt tokens but the last, computed once per distinct prompt; nothing when all differ."""
+    def _share_prefill(self, cache: DynamicCache, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+        """Nothing; where prompts repeat, the cache holds all their tokens but the last, each computed once."""
         if input_ids.shape[1] < 2:
-            return {}
+            return
         rows = torch.cat([input_ids, attention_mask], dim=1)
         _, owner = rows.unique_consecutive(dim=0, return_inverse=True)
         firsts = torch.cat([owner.new_ones(1), owner.diff()]).nonzero()[:, 0]
         if len(firsts) == len(input_ids):
-            return {}
-        cache = DynamicCache(config=self._model.config)
+            return
         mask = attention_mask[firsts, :-1]
         self._model.model(
             input_ids=input_ids[firsts, :-1],
@@ -161,7 +164,6 @@ class InProcessEngine:
             **{self._cache_argument: cache},
         )
         cache.batch_select_indices(owner)
-        return {self._cache_argument: cache}
 
     @property
     def _cache_argument(self) -> str:

