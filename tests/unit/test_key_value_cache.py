@@ -17,14 +17,15 @@ def test_the_cache_equals_the_growing_one_through_selection_and_beyond_its_capac
     config = Qwen2Config(num_hidden_layers=2, num_attention_heads=2, hidden_size=8)
     ours, theirs = generation_cache(config, capacity=6), DynamicCache(config=config)
     assert all(type(layer) is BufferedLayer for layer in ours.layers)
+    sequences = 2
     for count in (3, 1, 1, "select", 1, 1, 1, 1):
         if count == "select":
-            owner = torch.tensor([0, 0, 1])
+            owner, sequences = torch.tensor([0, 0, 1]), 3
             ours.batch_select_indices(owner)
             theirs.batch_select_indices(owner)
             continue
         for layer in range(2):
-            keys, values = tokens(2 if ours.get_seq_length() < 5 else 3, count)
+            keys, values = tokens(sequences, count)
             for left, right in zip(ours.update(keys, values, layer), theirs.update(keys, values, layer), strict=True):
                 assert torch.equal(left, right)
     assert ours.get_seq_length() == theirs.get_seq_length() == 9
