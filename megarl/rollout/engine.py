@@ -27,7 +27,37 @@ class RolloutConfig(BaseModel):
     max_response_length: int = Field(1024, ge=1, description="Tokens of a response at most, its end token included.")
     batch_size: int = Field(256, ge=1, description="Sequences generated at once by one rank (in_process).")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Number format of weights and activations in generation (in_process)."
+        "float32", description="Number format of weights and activations in generation."
+    )
+    sync: Literal["auto", "ipc", "group", "http", "disk"] = Field(
+        "auto",
+        description="How new weights reach the servers: ipc lends GPU memory (servers on the training GPUs), group "
+        "broadcasts (NCCL on GPUs, else gloo), http sends values, disk writes HF folders that all can read. auto: ipc "
+        "where servers share the GPUs, else group.",
+    )
+    sync_bucket_mib: int = Field(
+        512, ge=1, description="Weights are gathered and sent in buckets of at most this many MiB (or one tensor)."
+    )
+    sync_timeout: float = Field(300.0, gt=0, description="Seconds that one step of a weight hand-over may take.")
+    sync_folder: str | None = Field(
+        None, description="Where sync = disk writes weights; unset: rollout_weights in the run folder."
+    )
+    verify_sync: Literal["off", "probe", "checksum"] = Field(
+        "probe",
+        description="After each hand-over: probe compares the server's log-probs of fixed tokens with the policy's; "
+        "checksum compares every parameter (servers on a CPU); a server that fails is restarted.",
+    )
+    lag: int = Field(
+        0,
+        ge=0,
+        description="Rollout batches generated ahead, while the policy trains: their weights may be this many updates "
+        "of the servers old. 0 generates and trains in turn.",
+    )
+    max_logprob_diff: float | None = Field(
+        None,
+        gt=0,
+        description="Stop the run when |log-prob by the policy - by the engine| of a token exceeds this, nats; unset: "
+        "only report it. The worst tokens are written to the run folder.",
     )
 
 
