@@ -2,63 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.data.samples import Prompt, Sample
-
-
-class RolloutConfig(BaseModel):
-    """How responses are generated."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    engine: Literal["in_process"] = Field(
-        "in_process", description="What generates: in_process is transformers in the training process."
-    )
-    samples_per_prompt: int = Field(8, ge=1, description="Responses to each prompt; they form one group.")
-    temperature: float = Field(
-        1.0, ge=0, le=100, description="Sampling temperature; 0 is greedy, with log-probs reported at temperature 1."
-    )
-    max_response_length: int = Field(1024, ge=1, description="Tokens of a response at most, its end token included.")
-    batch_size: int = Field(256, ge=1, description="Sequences generated at once by one rank (in_process).")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Number format of weights and activations in generation."
-    )
-    sync: Literal["auto", "ipc", "group", "http", "disk"] = Field(
-        "auto",
-        description="How new weights reach the servers: ipc lends GPU memory (servers on the training GPUs), group "
-        "broadcasts (NCCL on GPUs, else gloo), http sends values, disk writes HF folders that all can read. auto: ipc "
-        "where servers share the GPUs, else group.",
-    )
-    sync_bucket_mib: int = Field(
-        512, ge=1, description="Weights are gathered and sent in buckets of at most this many MiB (or one tensor)."
-    )
-    sync_timeout: float = Field(300.0, gt=0, description="Seconds that one step of a weight hand-over may take.")
-    sync_folder: str | None = Field(
-        None, description="Where sync = disk writes weights; unset: rollout_weights in the run folder."
-    )
-    verify_sync: Literal["off", "probe", "checksum"] = Field(
-        "probe",
-        description="After each hand-over: probe compares the server's log-probs of fixed tokens with the policy's; "
-        "checksum compares every parameter (servers on a CPU); a server that fails is restarted.",
-    )
-    lag: int = Field(
-        0,
-        ge=0,
-        description="Rollout batches generated ahead, while the policy trains: their weights may be this many updates "
-        "of the servers old. 0 generates and trains in turn.",
-    )
-    max_logprob_diff: float | None = Field(
-        None,
-        gt=0,
-        description="Stop the run when |log-prob by the policy - by the engine| of a token exceeds this, nats; unset: "
-        "only report it. The worst tokens are written to the run folder.",
-    )
 
 
 @dataclass(frozen=True)
@@ -76,23 +26,36 @@ class GenerationRequest:
     temperature: float
     max_response_length: int
     key: tuple[int, ...]
+    begun: Sample | None = None  # what an earlier, aborted attempt sampled; the response goes on from there
 
 
 class RolloutEngine(Protocol):
     """Generates under the weights that it was handed last."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample | None]:
         """One sample per request, in the order of the requests, with reward 0 still to be set.
 
-        Raises UserError for a prompt that the model cannot take.
+        `on_sample` is called with each sample that is finished as soon as it is, in any order. A sample with finish
+        reason `abort` was cut by the cap on long tails. None stands where no server is left that holds the current
+        weights: they have to be handed over again. Raises UserError for a prompt that the model cannot take.
         """
         ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Nothing; from now on samples come from these weights, given whole under their HF names, as `version`.
 
-        Raises UserError when the names or shapes are not exactly the model's.
+        Collective over the job's ranks. Raises UserError when the names or shapes are not exactly the model's.
         """
+        ...
+
+    def rest(self) -> None:
+        """Nothing; the engine generates no more until the next `update_weights` and may free memory for training."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What this rank's part of the engine counted since the last call; to be summed over ranks."""
         ...
 
     def close(self) -> None:

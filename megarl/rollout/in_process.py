@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from megarl.data.samples import Sample
 from megarl.errors import UserError
-from megarl.rollout.engine import GenerationRequest, RolloutConfig
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.sampling import KeyedNumbers, KeyedSampler
 
 
@@ -40,7 +41,9 @@ class InProcessEngine:
         self._max_positions = self._model.config.max_position_embeddings
         self._version: int | None = None
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample | None]:
         """One sample per request, in their order. Raises UserError for a prompt too long for the model's positions."""
         if self._version is None:
             raise RuntimeError("generate before the first update_weights: the engine holds no weights")
@@ -56,7 +59,9 @@ class InProcessEngine:
             batch = self._generate_batch([requests[place] for place in places], self._version)
             for place, sample in zip(places, batch, strict=True):
                 samples[place] = sample
-        return [sample for sample in samples if sample is not None]
+                if on_sample is not None:
+                    on_sample(sample)
+        return samples
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -86,6 +91,13 @@ class InProcessEngine:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise UserError(f"weights do not fit the rollout model: {shown}")
         self._version = version
+
+    def rest(self) -> None:
+        """Nothing; the model keeps its memory, which it shares with nothing."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Empty: nothing can go wrong here that is not an exception."""
+        return {}
 
     def close(self) -> None:
         """Nothing; the model's memory is free."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
-from megarl.rollout.engine import RolloutConfig
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.sglang.buckets import Bucket, Shapes, check_weights, fill_buckets
 from megarl.rollout.sglang.checksums import ChecksumTally, checksum_problems
 from megarl.rollout.sglang.control import Fleet, ServerControl
