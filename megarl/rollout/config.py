@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
@@ -46,7 +47,10 @@ class RolloutConfig(BaseModel):
         default_factory=list, description="More arguments of sglang.launch_server; they win over megarl's own."
     )
     port: int = Field(
-        0, ge=0, le=65535, description="First port to try for a server of this run; 0: any free one. Taken ones are skipped."
+        0,
+        ge=0,
+        le=65535,
+        description="First port to try for a server of this run; 0: any free one. Taken ones are skipped.",
     )
     start_timeout: float = Field(600.0, gt=0, description="Seconds within which a started server must be healthy.")
 
@@ -84,6 +88,38 @@ class RolloutConfig(BaseModel):
         "them out of their groups.",
     )
 
+    # New weights to the servers
+    sync: Literal["auto", "ipc", "group", "http", "disk"] = Field(
+        "auto",
+        description="How new weights reach the servers: ipc lends GPU memory (servers on the training GPUs), group "
+        "broadcasts (NCCL on GPUs, else gloo), http sends values, disk writes HF folders that all can read. auto: ipc "
+        "where servers share the GPUs, else group.",
+    )
+    sync_bucket_mib: int = Field(
+        512, ge=1, description="Weights are gathered and sent in buckets of at most this many MiB (or one tensor)."
+    )
+    sync_timeout: float = Field(300.0, gt=0, description="Seconds that one step of a weight hand-over may take.")
+    sync_folder: str | None = Field(
+        None, description="Where sync = disk writes weights; unset: rollout_weights in the run folder."
+    )
+    verify_sync: Literal["off", "probe", "checksum"] = Field(
+        "probe",
+        description="After each hand-over: probe compares the server's log-probs of fixed tokens with the policy's; "
+        "checksum compares every parameter (servers on a CPU); a server that fails is restarted.",
+    )
+    lag: int = Field(
+        0,
+        ge=0,
+        description="Rollout batches generated ahead, while the policy trains: their weights may be this many updates "
+        "of the servers old. 0 generates and trains in turn.",
+    )
+    max_logprob_diff: float | None = Field(
+        None,
+        gt=0,
+        description="Stop the run when |log-prob by the policy - by the engine| of a token exceeds this, nats; unset: "
+        "only report it. The worst tokens are written to the run folder.",
+    )
+
     @field_validator("urls")
     @classmethod
     def _are_addresses(cls, urls: list[str]) -> list[str]:
@@ -98,4 +134,16 @@ class RolloutConfig(BaseModel):
     def _tail_needs_servers(self) -> RolloutConfig:
         if self.tail_cap is not None and self.engine != "sglang":
             raise ValueError("tail_cap needs engine = sglang")
+        return self
+
+    @model_validator(mode="after")
+    def _lag_needs_servers(self) -> RolloutConfig:
+        if self.lag and self.engine != "sglang":
+            raise ValueError(
+                f"lag = {self.lag} needs engine = sglang: in_process generates with the trainer's own time"
+            )
+        if self.lag and self.urls == [] and self.placement == "colocated" and torch.cuda.is_available():
+            raise ValueError(
+                f"lag = {self.lag} needs placement = separate: colocated servers rest while the policy trains"
+            )
         return self

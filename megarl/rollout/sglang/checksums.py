@@ -1,4 +1,4 @@
-"""The checksums that a server on a CPU reports of its parameters, computed here from the tensors that are sent to it."""
+"""The checksums that a server on a CPU reports of its parameters, computed here from the tensors sent to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class ChecksumTally:
         self._parts: dict[str, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Nothing; takes one HF tensor in the server's number format. Raises RuntimeError when stacked parts are unordered."""
+        """Nothing; takes one HF tensor in the server's number format.
+
+        Raises RuntimeError when tensors that the server stacks come in another order.
+        """
         parameter, part = served_parameter(name)
         if part != self._parts.get(parameter, 0):
             raise RuntimeError(f"{name} came out of order: the server stacks it into {parameter}")
@@ -62,4 +65,4 @@ def checksum_problems(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -32,7 +32,7 @@ class ServerControl:
     """One SGLang server's control endpoints. Every call raises ServerError unless the server reports success."""
 
     def __init__(self, url: str, *, deadline: float = 300.0, tensor_size: int = 1, api_key: str | None = None) -> None:
-        """`deadline`: seconds that one call may wait for its answer. `tensor_size`: the server's tensor-parallel ranks."""
+        """`deadline`: seconds that a call may wait for its answer; `tensor_size`: tensor-parallel ranks."""
         self.url = url.rstrip("/")
         self.deadline, self.tensor_size = deadline, tensor_size
         self._headers = {"Content-Type": "application/json"}
@@ -75,7 +75,7 @@ class ServerControl:
     def update_weights_from_tensor(
         self, payloads: Sequence[bytes], *, load_format: str | None, version: str | None, flush_cache: bool
     ) -> None:
-        """Nothing; loads what the base64 `payloads` (one per tensor-parallel rank) hold. A wrong shape kills the server.
+        """Nothing; loads what the base64 `payloads` (one per tensor-parallel rank) hold. A wrong shape kills it.
 
         With a `version` the weights are called so from now on. `flush_cache` drops what the old weights computed; the
         server refuses that while requests run.
@@ -134,7 +134,7 @@ class ServerControl:
     def pause(self, mode: PauseMode = "retract") -> None:
         """Nothing; requests wait. `retract` drops what they computed: on `resume` it is computed by the new weights.
 
-        `in_place` keeps it (later log-probs are then of neither version), `abort` ends the requests with what they have.
+        `in_place` keeps it (later log-probs are then of neither version), `abort` ends the requests as they are.
         """
         self._call("pause_generation", {"mode": mode})
 

@@ -1,4 +1,4 @@
-"""The policy's weights into the rollout servers: one hand-over, four ways (IPC, group, HTTP, disk), verified if asked."""
+"""The policy's weights into the rollout servers: one hand-over, four ways (IPC, group, HTTP, disk), verified."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.sglang.buckets import Bucket, Shapes, check_weights, fill_buckets
 from megarl.rollout.sglang.checksums import ChecksumTally, checksum_problems
 from megarl.rollout.sglang.control import Fleet, ServerControl
@@ -23,7 +24,7 @@ from megarl.rollout.sglang.weights_disk import DiskSender
 from megarl.rollout.sglang.weights_group import GroupSender
 from megarl.rollout.sglang.weights_ipc import CudaIpcSender
 
-Way = Literal["ipc", "group", "http", "disk"]
+Way = Literal["auto", "ipc", "group", "http", "disk"]
 Verification = Literal["off", "probe", "checksum"]
 PROBE_LENGTH = 24  # tokens
 # Mean |log-prob difference| of a probe token that rounding explains, in nats.
@@ -66,7 +67,7 @@ class _Attempt:
 class SyncSettings:
     """How weights travel."""
 
-    way: Way
+    way: Way  # auto: ipc where all servers share the training GPUs, else group
     bucket_bytes: int  # a tensor larger than this makes a bucket of its own
     dtype: torch.dtype  # of the servers' weights
     verify: Verification
@@ -75,8 +76,22 @@ class SyncSettings:
     model_folder: Path  # HF folder that the run began with
 
 
+def make_weight_sync(config: RolloutConfig, expected: Shapes, *, model_folder: Path, run_folder: Path) -> WeightSync:
+    """The hand-over that the config describes, to servers of a model whose HF tensors are `expected`."""
+    settings = SyncSettings(
+        way=config.sync,
+        bucket_bytes=config.sync_bucket_mib << 20,
+        dtype=getattr(torch, config.dtype),
+        verify=config.verify_sync,
+        deadline=config.sync_timeout,
+        folder=Path(config.sync_folder) if config.sync_folder else run_folder / "rollout_weights",
+        model_folder=model_folder,
+    )
+    return WeightSync(settings, expected)
+
+
 class WeightSync:
-    """Hands the policy's weights to servers. Collective over the job; rank 0 talks to the servers (IPC: owner ranks)."""
+    """Hands the policy's weights to servers. Collective over the job; rank 0 talks to them (IPC: owner ranks)."""
 
     def __init__(self, settings: SyncSettings, expected: Shapes) -> None:
         """`expected`: every HF tensor of the model that the servers hold, with its shape."""
@@ -84,6 +99,7 @@ class WeightSync:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._sender: WeightSender | None = None
         self._controls: dict[ServerPlace, ServerControl] = {}
+        self._uses_ipc = False
 
     def push(self, weights: NamedTensors, version: str, places: Sequence[ServerPlace]) -> PushReport:
         """What became of handing `weights` to the servers at `places`; all ranks call alike.
@@ -92,6 +108,9 @@ class WeightSync:
         when names or shapes are not exactly the model's, and when the weights cannot be written to disk.
         """
         check_weights(weights.shapes, self._expected)
+        self._uses_ipc = self._settings.way == "ipc" or (
+            self._settings.way == "auto" and torch.cuda.is_available() and all(place.ranks for place in places)
+        )
         began = time.perf_counter()
         report = PushReport()
         waiting = list(places)
@@ -169,12 +188,12 @@ class WeightSync:
         return _merged(_Attempt(failed=fleet.failed)).failed
 
     def _takes_part(self, places: Sequence[ServerPlace]) -> bool:
-        if self._settings.way == "ipc":
+        if self._uses_ipc:
             return any(self._rank in place.ranks for place in places)
         return self._rank == 0
 
     def _talks_to(self, place: ServerPlace) -> bool:
-        return self._rank == (place.ranks[0] if self._settings.way == "ipc" else 0)
+        return self._rank == (place.ranks[0] if self._uses_ipc else 0)
 
     def _control(self, place: ServerPlace) -> ServerControl:
         if place not in self._controls:
@@ -190,16 +209,13 @@ class WeightSync:
 
     def _new_sender(self, places: Sequence[ServerPlace]) -> WeightSender:
         settings = self._settings
-        match settings.way:
-            case "http":
-                return ByValueSender()
-            case "disk":
-                return DiskSender(settings.folder, settings.model_folder)
-            case "group":
-                backend = "nccl" if torch.cuda.is_available() else "gloo"
-                return GroupSender(backend, deadline=settings.deadline)
-            case "ipc":
-                return CudaIpcSender(next(place for place in places if self._rank in place.ranks), self._rank)
+        if self._uses_ipc:
+            return CudaIpcSender(next(place for place in places if self._rank in place.ranks), self._rank)
+        if settings.way == "http":
+            return ByValueSender()
+        if settings.way == "disk":
+            return DiskSender(settings.folder, settings.model_folder)
+        return GroupSender("nccl" if torch.cuda.is_available() else "gloo", deadline=settings.deadline)
 
 
 def _check_version(server: ServerControl, version: str) -> None:
@@ -226,7 +242,7 @@ def _check_probe(server: ServerControl, token_ids: Sequence[int], wanted: torch.
             "generate",
             200,
             f"a probe's log-probs differ from the policy's by {float(difference.mean()):.3g} nats on average "
-            f"(largest {float(difference.max()):.3g}, allowed {tolerance:g}): it does not serve the weights it was sent",
+            f"(largest {float(difference.max()):.3g}, allowed {tolerance:g}): its weights are not those sent",
         )
 
 

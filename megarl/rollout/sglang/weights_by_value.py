@@ -29,7 +29,10 @@ class ByValueSender:
 
         def load(server: ServerControl) -> None:
             server.update_weights_from_tensor(
-                [payload] * server.tensor_size, load_format="flattened_bucket", version=version, flush_cache=version is not None
+                [payload] * server.tensor_size,
+                load_format="flattened_bucket",
+                version=version,
+                flush_cache=version is not None,
             )
 
         fleet.each(load)
@@ -50,7 +53,12 @@ def bucket_metadata(bucket: Bucket) -> list[SimpleNamespace]:
         size = torch.Size(shape).numel() * bucket.dtype.itemsize
         metadata.append(
             SimpleNamespace(
-                name=name, shape=torch.Size(shape), dtype=bucket.dtype, start_idx=start, end_idx=start + size, numel=size
+                name=name,
+                shape=torch.Size(shape),
+                dtype=bucket.dtype,
+                start_idx=start,
+                end_idx=start + size,
+                numel=size,
             )
         )
         start += size
