@@ -16,14 +16,16 @@ from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import evaluation_prompts, summarise
+from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
 from megarl.reward.functions import reward_function, score_samples
+from megarl.rollout.build import build_engine
 from megarl.rollout.collect import Collected, collect_groups
 from megarl.rollout.distribute import generate_everywhere
-from megarl.rollout.engine import GenerationRequest
-from megarl.rollout.in_process import InProcessEngine
+from megarl.rollout.engine import GenerationRequest, RolloutEngine
+from megarl.rollout.job import gather
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
 
@@ -81,11 +83,12 @@ class Session:
     tokenizer: Any
     policy: MegatronPolicy
     reference: MegatronPolicy | None
-    engine: InProcessEngine
+    engine: RolloutEngine
     cursor: PromptCursor
     evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
+    served_version: int = 0  # of the weights that the engine was handed last
 
     @classmethod
     def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
@@ -111,7 +114,15 @@ class Session:
             reference=_policy(config, shape, layout, trains=False)
             if trains and config.objective.reference_kl.coefficient > 0
             else None,
-            engine=InProcessEngine(config.model.path, tokenizer, config.rollout),
+            engine=build_engine(
+                config.rollout,
+                config.model.path,
+                tokenizer,
+                expected=expected_tensors(shape),
+                max_positions=shape.max_positions,
+                folder=folder,
+                seed=config.run.seed,
+            ),
             cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             evaluation_sets=evaluation_sets,
             records=RunLogger(folder) if speaks and folder else None,
@@ -120,7 +131,16 @@ class Session:
 
     def hand_over_weights(self, version: int) -> None:
         """Nothing; the rollout engine serves the policy's current weights as `version`."""
+        self.served_version = version
         self.engine.update_weights(self.policy.hf_tensors(), version)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What the rollout engine counted since the last call, over all ranks; collective."""
+        totals: dict[str, float] = {}
+        for share in gather(self.engine.take_metrics()):
+            for name, value in share.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def collect(self, step: int) -> Collected:
         """The graded groups that this step trains on."""
@@ -194,7 +214,12 @@ class Session:
             for order in range(count)
         ]
         grade = reward_function(self.config.reward)
-        samples = generate_everywhere(self.engine, requests, lambda own: score_samples(own, grade))
+        samples = generate_everywhere(
+            self.engine,
+            requests,
+            lambda own: score_samples(own, grade),
+            lambda: self.hand_over_weights(self.served_version),
+        )
         return [samples[start : start + count] for start in range(0, len(samples), count)]
 
 

@@ -41,9 +41,11 @@ def train(session: Session) -> None:
             metrics |= measure_law(law_points)
         if not final and rollout.samples:
             with clock("update"):
+                session.engine.rest()
                 metrics |= learn(session, rollout.samples, step)
             with clock("weights"):
                 session.hand_over_weights(version=step + 1)
+        metrics |= session.engine_metrics()
         metrics |= clock.metrics(tokens=sum(sample.response_length for sample in rollout.generated))
         session.record(step, metrics, rollout.samples)
     if config.loop.save_hf:
@@ -55,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
     path, overrides = one_config_argument("megarl.train", arguments)
     session = Session.start(load_config(path, overrides, RunConfig))
-    train(session)
-    session.close()
+    try:
+        train(session)
+    finally:
+        session.close()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class RolloutConfig(BaseModel):
     # Servers that already run
     urls: list[str] = Field(
         default_factory=list,
-        description="Addresses (http://host:port) of SGLang servers that run already, with this model; then none is started.",
+        description="Addresses (http://host:port) of SGLang servers that already run, with this model; none is started then.",
     )
     router: bool = Field(
         False,
@@ -80,7 +80,7 @@ class RolloutConfig(BaseModel):
         None,
         gt=0,
         le=1,
-        description="Share of a round's responses after which the unfinished rest is aborted; None: all are waited for.",
+        description="Share of a round's responses after which the unfinished rest is aborted; None: waits for all.",
     )
     tail: Literal["keep", "drop"] = Field(
         "keep",

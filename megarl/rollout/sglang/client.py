@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -83,7 +84,7 @@ class Client:
         return counts
 
     def generate(self, requests: Sequence[GenerationRequest], on_answer: OnAnswer) -> None:
-        """Nothing; `on_answer` was called once for each request, or for fewer when no server with current weights is left.
+        """Nothing; `on_answer` was called once for each request, or for fewer: no server with current weights is left.
 
         It is called in the order in which answers arrive, with finish reason `abort` for what the cap on long tails
         cut. Raises UserError for a request that the servers refuse, RunStopped when no server answers for
@@ -180,9 +181,9 @@ class _Round:
             server.outstanding += need
             task = asyncio.create_task(self._request(place, server, name))
             server.open[task] = name
-            task.add_done_callback(lambda task, server=server, place=place, need=need: self._ended(task, server, place, need))
+            task.add_done_callback(partial(self._ended, server, place, need))
 
-    def _ended(self, task: asyncio.Task[None], server: _Server, place: int, need: int) -> None:
+    def _ended(self, server: _Server, place: int, need: int, task: asyncio.Task[None]) -> None:
         del server.open[task]
         server.outstanding -= need
         self._changed.set()
@@ -212,7 +213,9 @@ class _Round:
             answer = parse_answer(body, limit, self._client.model, self._client.versions)
         except _Refused as refusal:
             prompt = request.prompt
-            raise UserError(f"prompt {prompt.index} ({prompt.data_source}): {server.url} refuses it: {refusal}") from None
+            raise UserError(
+                f"prompt {prompt.index} ({prompt.data_source}): {server.url} refuses it: {refusal}"
+            ) from None
         except StaleWeights as error:
             self._client.counts.stale += 1
             server.condition, server.reason = Condition.STALE, str(error)
@@ -298,7 +301,9 @@ class _Round:
             server.kicked.set()
 
     def _condemn(self, server: _Server) -> None:
-        logger.warning("SGLang server %s is left out until the next hand-over of weights: %s", server.url, server.reason)
+        logger.warning(
+            "SGLang server %s is left out until the next hand-over of weights: %s", server.url, server.reason
+        )
         server.condition = Condition.CONDEMNED
         self._client.condemned[server.url] = server.reason
 
