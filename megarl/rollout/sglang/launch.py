@@ -73,7 +73,9 @@ class LaunchPlan:
         return variables
 
 
-def plan_launches(config: RolloutConfig, model: str, *, seed: int, folder: Path) -> list[tuple[LaunchPlan, tuple[int, ...]]]:
+def plan_launches(
+    config: RolloutConfig, model: str, *, seed: int, folder: Path
+) -> list[tuple[LaunchPlan, tuple[int, ...]]]:
     """The servers that this rank starts, each with the ranks (of the job) that share its devices.
 
     The node's servers are dealt to its ranks in order: server i belongs to a run of neighbouring ranks, and the lowest

@@ -137,9 +137,7 @@ class OwnedServer:
         for attempt in range(PORTS_TO_TRY):
             name = random_name()
             try:
-                process = GuardedProcess(
-                    self._plan.command(self._port, name), self._plan.environment(), self._plan.log
-                )
+                process = GuardedProcess(self._plan.command(self._port, name), self._plan.environment(), self._plan.log)
             except OSError as error:
                 raise StartFailed(f"an SGLang server cannot be started: {error}") from error
             self._process = process
@@ -202,4 +200,6 @@ def _is_served(control: ServerControl, name: str) -> bool:
 
 
 def _says_port_taken(output: str) -> bool:
-    return any(words in output.lower() for words in ("address already in use", "port is already in use", "is not available in"))
+    return any(
+        words in output.lower() for words in ("address already in use", "port is already in use", "is not available in")
+    )
