@@ -7,8 +7,9 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import evaluation_prompts, summarise
+from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
 from megarl.reward.functions import reward_function, score_samples
+from megarl.rollout.build import build_engine
 from megarl.rollout.collect import Collected, collect_groups
 from megarl.rollout.distribute import generate_everywhere
-from megarl.rollout.engine import GenerationRequest
-from megarl.rollout.in_process import InProcessEngine
-from megarl.rollout.lagged import BatchesAhead
+from megarl.rollout.engine import GenerationRequest, RolloutEngine
+from megarl.rollout.job import gather
+from megarl.rollout.lagged import BatchesAhead, HandOvers
 from megarl.rollout.mismatch import check_mismatch, token_versions
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
@@ -87,12 +90,13 @@ class Session:
     tokenizer: Any
     policy: MegatronPolicy
     reference: MegatronPolicy | None
-    engine: InProcessEngine
+    engine: RolloutEngine
     cursor: PromptCursor
     evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
     rollout_group: dist.ProcessGroup | None = None  # all ranks, for batches ahead beside the policy's own exchanges
+    hand_overs: HandOvers = field(default_factory=HandOvers)
     batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
     served_version: int = 0  # of the weights that the engine was handed last
 
@@ -120,8 +124,16 @@ class Session:
             reference=_policy(config, shape, layout, trains=False)
             if trains and config.objective.reference_kl.coefficient > 0
             else None,
-            rollout_group=_second_group(config) if config.rollout.lag else None,
-            engine=InProcessEngine(config.model.path, tokenizer, config.rollout),
+            rollout_group=_rollout_group(config) if config.rollout.lag else None,
+            engine=build_engine(
+                config.rollout,
+                config.model.path,
+                tokenizer,
+                expected=expected_tensors(shape),
+                max_positions=shape.max_positions,
+                folder=folder,
+                seed=config.run.seed,
+            ),
             cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             evaluation_sets=evaluation_sets,
             records=RunLogger(folder) if speaks and folder else None,
@@ -132,6 +144,15 @@ class Session:
         """Nothing; the rollout engine serves the policy's current weights as `version`."""
         self.served_version = version
         self.engine.update_weights(self.policy.hf_tensors(), version)
+        self.hand_overs.gave()
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What the rollout engine counted since the last call, over all ranks; collective."""
+        totals: dict[str, float] = {}
+        for share in gather(self.engine.take_metrics()):
+            for name, value in share.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def collect(self, step: int) -> Collected:
         """The graded groups that this step trains on; with `rollout.lag` the next ones are generated meanwhile."""
@@ -142,9 +163,24 @@ class Session:
                 self.batches_ahead = BatchesAhead(
                     self._generate_batch, first=step, last=self.config.loop.steps, lag=self.config.rollout.lag
                 )
-            collected = self.batches_ahead.take(step, timeout=60 * self.config.parallel.timeout_minutes)
+            collected = self.batches_ahead.take(step, timeout=self._timeout, serve=self._hand_over_if_owed)
         self.cursor.commit(collected.taken)
         return collected
+
+    @property
+    def _timeout(self) -> float:
+        return 60 * self.config.parallel.timeout_minutes
+
+    def _hand_over_if_owed(self) -> None:
+        if self.hand_overs.owed():
+            self.hand_over_weights(self.served_version)
+
+    def _hand_over_again(self) -> None:
+        """Nothing; servers that lost the present weights have them again. Called where samples are generated."""
+        if threading.current_thread() is threading.main_thread():
+            self.hand_over_weights(self.served_version)
+        else:
+            self.hand_overs.ask(lambda given: gather(given, self.rollout_group), timeout=self._timeout)
 
     def _generate_batch(self, step: int) -> Collected:
         loop, rollout = self.config.loop, self.config.rollout
@@ -241,12 +277,20 @@ class Session:
             for order in range(count)
         ]
         grade = reward_function(self.config.reward)
-        samples = generate_everywhere(self.engine, requests, lambda own: score_samples(own, grade))
+        samples = generate_everywhere(
+            self.engine,
+            requests,
+            lambda own: score_samples(own, grade),
+            self._hand_over_again,
+            group,
+        )
         return [samples[start : start + count] for start in range(0, len(samples), count)]
 
 
-def _second_group(config: RunConfig) -> dist.ProcessGroup | None:
+def _rollout_group(config: RunConfig) -> dist.ProcessGroup | None:
     """A group of all ranks for one thread beside the main one: two threads must not share a group."""
+    if torch.cuda.is_available() and not config.rollout.urls and config.rollout.placement == "colocated":
+        raise UserError("rollout.lag needs rollout.placement = separate: colocated servers rest during updates")
     if dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=config.parallel.timeout_minutes))

@@ -42,9 +42,11 @@ def train(session: Session) -> None:
             metrics |= measure_law(law_points)
         if not final and rollout.samples:
             with clock("update"):
+                session.engine.rest()
                 metrics |= learn(session, rollout.samples, step)
             with clock("weights"):
                 session.hand_over_weights(version=step + 1)
+        metrics |= session.engine_metrics()
         metrics |= clock.metrics()
         session.record(step, metrics, rollout.samples)
     if config.loop.save_hf:
@@ -56,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
     path, overrides = one_config_argument("megarl.train", arguments)
     session = Session.start(load_config(path, overrides, RunConfig))
-    train(session)
-    session.close()
+    try:
+        train(session)
+    finally:
+        session.close()
 
 
 if __name__ == "__main__":

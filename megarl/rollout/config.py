@@ -56,7 +56,7 @@ class RolloutConfig(BaseModel):
     # Servers that already run
     urls: list[str] = Field(
         default_factory=list,
-        description="Addresses (http://host:port) of SGLang servers that run already, with this model; then none is started.",
+        description="Addresses (http://host:port) of running SGLang servers of this model; then none is started.",
     )
     router: bool = Field(
         False,
@@ -79,7 +79,7 @@ class RolloutConfig(BaseModel):
         None,
         gt=0,
         le=1,
-        description="Share of a round's responses after which the unfinished rest is aborted; None: all are waited for.",
+        description="Share of a round's responses after which the unfinished rest is aborted; None: waits for all.",
     )
     tail: Literal["keep", "drop"] = Field(
         "keep",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from megarl.data.samples import Prompt, Sample
+from megarl.data.weights import NamedTensors
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, weights: NamedTensors, version: int) -> None:
         """Nothing; from now on samples come from these weights, given whole under their HF names, as `version`.
 
         Collective over the job's ranks. Raises UserError when the names or shapes are not exactly the model's.

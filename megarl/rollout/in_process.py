@@ -35,7 +35,7 @@ class InProcessEngine:
         self._tokenizer = tokenizer
         self._batch_size = config.batch_size
         self._device = torch.device(device)
-        self._end_ids = _end_ids(Path(folder), tokenizer)
+        self._end_ids = end_ids(Path(folder), tokenizer)
         self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._model = _build_model(Path(folder), getattr(torch, config.dtype), self._device)
         self._max_positions = self._model.config.max_position_embeddings
@@ -64,7 +64,7 @@ class InProcessEngine:
         return samples
 
     @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Nothing; the model holds these weights. The iterable is read to its end even when a tensor is wrong.
 
         Of tied weights either name or both may come. Raises UserError naming missing, unknown and misshapen tensors.
@@ -72,7 +72,7 @@ class InProcessEngine:
         own = self._model.state_dict(keep_vars=True)
         filled: set[int] = set()
         problems: list[str] = []
-        for name, tensor in named_tensors:
+        for name, tensor in weights:
             if name not in own:
                 problems.append(f"{name} is not in the model")
             elif tensor.shape != own[name].shape:
@@ -206,7 +206,7 @@ def _build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _end_ids(folder: Path, tokenizer: Any) -> set[int]:
+def end_ids(folder: Path, tokenizer: Any) -> set[int]:
     """The tokenizer's end token and those that the folder's generation_config.json adds (chat models have several)."""
     ids = {int(tokenizer.eos_token_id)}
     if (folder / "generation_config.json").is_file():

@@ -10,6 +10,42 @@ from typing import Generic, TypeVar
 Batch = TypeVar("Batch")
 
 
+class HandOvers:
+    """Hand-overs of weights that the main thread makes and the generating thread may have to ask for.
+
+    When no server holds current weights any more, generating stops on all ranks. Only main threads may hand weights
+    over (the policy's exchanges are theirs), so the generating threads agree on how many hand-overs they need.
+    """
+
+    def __init__(self) -> None:
+        self._given = 0  # so far; alike at the same point of every rank's main thread
+        self._wanted = 0
+        self._changed = threading.Condition()
+
+    def gave(self) -> None:
+        """Nothing; the main thread has handed weights over once more."""
+        with self._changed:
+            self._given += 1
+            self._changed.notify_all()
+
+    def owed(self) -> bool:
+        """Whether the generating thread waits for more than what was given."""
+        with self._changed:
+            return self._wanted > self._given
+
+    def ask(self, gather: Callable[[int], list[int]], *, timeout: float) -> None:
+        """Nothing; weights were handed over since the servers lost them. `gather` collects a number from all ranks.
+
+        Where ranks saw different numbers of hand-overs, one came meanwhile and is enough. Raises TimeoutError.
+        """
+        seen = gather(self._given)
+        wanted = max(seen) + (min(seen) == max(seen))
+        with self._changed:
+            self._wanted = wanted
+            if not self._changed.wait_for(lambda: self._given >= wanted, timeout=timeout):
+                raise TimeoutError(f"rollout servers waited {timeout:g} s for weights")
+
+
 class BatchesAhead(Generic[Batch]):
     """Batches `first`, `first` + 1, ... in order, each begun at most `lag` takes before its own.
 
@@ -30,20 +66,19 @@ class BatchesAhead(Generic[Batch]):
         self._thread = threading.Thread(target=self._run, name="rollouts-ahead", daemon=True)
         self._thread.start()
 
-    def take(self, step: int, *, timeout: float) -> Batch:
-        """Batch `step`; afterwards those up to `step` + lag may begin.
+    def take(self, step: int, *, timeout: float, serve: Callable[[], None] = lambda: None) -> Batch:
+        """Batch `step`; afterwards those up to `step` + lag may begin. `serve` is called now and then while it waits.
 
         Raises what generating it raised, and TimeoutError after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             self._allow(step)
-            while step not in self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rollout batch {step} was not generated within {timeout:g} s")
-                self._changed.wait(timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        while not self._is_ready(step):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rollout batch {step} was not generated within {timeout:g} s")
+            serve()
+        with self._changed:
             self._allow(step + self._lag)
             return self._ready.pop(step)
 
@@ -55,6 +90,14 @@ class BatchesAhead(Generic[Batch]):
         self._thread.join(timeout=timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the thread that generates rollouts ahead did not end within {timeout:g} s")
+
+    def _is_ready(self, step: int) -> bool:
+        """Whether the batch is there, after a moment's waiting for it. Raises what generating raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: step in self._ready or self._failure is not None, timeout=0.2)
+            if step not in self._ready and self._failure is not None:
+                raise self._failure
+            return step in self._ready
 
     def _allow(self, step: int) -> None:
         self._allowed = max(self._allowed, min(step, self._last))

@@ -53,12 +53,13 @@ def _install_triton_stand_in() -> None:
     stubs = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
-    before = sys.platform, platform.machine, torch.backends.mps.is_available
+    mps: Any = torch.backends.mps
+    before = sys.platform, platform.machine, mps.is_available
     try:
-        sys.platform, platform.machine, torch.backends.mps.is_available = "darwin", lambda: "arm64", lambda: True
+        sys.platform, platform.machine, mps.is_available = "darwin", lambda: "arm64", lambda: True
         stubs.install_platform_stubs()
     finally:
-        sys.platform, platform.machine, torch.backends.mps.is_available = before
+        sys.platform, platform.machine, mps.is_available = before
 
 
 def _install() -> None:

@@ -2,9 +2,10 @@
 
     python guard.py ASKER_PID COMMAND [ARGUMENT ...]
 
-Standard input is a pipe that the asker holds open. When it closes, when the asker is gone (kill -9 included), on SIGTERM
-or when the command ends, the command's process group and all of its descendants are killed. The command's process id
-is the one line on standard output; what the command prints goes to standard error. The exit code is the command's.
+Standard input is a pipe that the asker holds open. When it closes, when the asker is gone (kill -9 included), on
+SIGTERM or when the command ends, the command's process group and all of its descendants are killed. The command's
+process id is the one line on standard output; what the command prints goes to standard error. The exit code is the
+command's.
 
 Standard library only, and no import of megarl: it starts in a few milliseconds.
 """

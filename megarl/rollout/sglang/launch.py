@@ -17,8 +17,10 @@ from megarl.errors import UserError
 from megarl.rollout.config import RolloutConfig
 
 # What torchrun tells the trainer would make a server join the trainer's job.
-JOB_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-JOB_VARIABLES += ("GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+JOB_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+}
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-radix-cache", "--disable-overlap-schedule", "--grammar-backend", "none"),
@@ -54,23 +56,26 @@ class LaunchPlan:
         return [self.python, "-m", "sglang.launch_server", *own, *self.arguments]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment without what belongs to the training job."""
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in JOB_VARIABLES and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_"))
-        }
-        # Another interpreter has packages of its own; without byte code every start would compile sglang again.
-        for name in ("PYTHONDONTWRITEBYTECODE", *(("PYTHONPATH",) if self.python != sys.executable else ())):
-            variables.pop(name, None)
-        # A crashed server would otherwise dump stacks and cores for a minute before it ends.
-        variables |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-        variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        if self.devices:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        else:
-            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return variables
+        """The environment of the server's processes."""
+        return server_environment(self.python, self.devices)
+
+
+def server_environment(python: str, devices: Sequence[str]) -> dict[str, str]:
+    """This process's environment without what belongs to the training job, for a process of `python` on `devices`."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in JOB_VARIABLES and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_"))
+    }
+    # Another interpreter has packages of its own; without byte code every start would compile sglang again.
+    for name in ("PYTHONDONTWRITEBYTECODE", *(("PYTHONPATH",) if python != sys.executable else ())):
+        variables.pop(name, None)
+    # A crashed server would otherwise dump stacks and cores for a minute before it ends.
+    variables |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if devices:
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    return variables | {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def plan_launches(
@@ -84,7 +89,7 @@ def plan_launches(
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     devices = _devices()
-    shares = config.placement == "colocated" and bool(devices)
+    shares = config.placement == "colocated"
     count = _server_count(config, devices, local_size)
     plans = []
     for index in range(count):
@@ -94,14 +99,14 @@ def plan_launches(
         if devices:
             first = index * config.server_tensor + (0 if shares else local_size)
             own = tuple(devices[first : first + config.server_tensor])
-        first_rank = rank - local_rank + index * config.server_tensor
+        first_rank = rank - local_rank + (index * config.server_tensor if devices else local_rank)
         plan = LaunchPlan(
             python=interpreter(config),
             model=str(Path(model).resolve()),
             devices=own,
             tensor_size=config.server_tensor if devices else 1,
             dtype=config.dtype,
-            shares_devices=shares,
+            shares_devices=shares and bool(devices),
             seed=seed,
             host=_reachable_host(local_size),
             arguments=tuple(config.server_args),

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 __version__ = "0.0.0+cpu"
-__path__: list[str] = []
+__path__ = []  # submodules are looked for, and not found
 
 
 def __getattr__(name: str) -> Any:
