@@ -32,8 +32,9 @@ def train(session: Session) -> None:
         with clock("generation"):
             rollout = session.collect(step)
         with clock("score"):
-            session.attach_entropies(rollout.samples)
-        metrics |= rollout.metrics | measure_rollout(rollout)
+            session.attach_scores(rollout.samples)
+        session.stop_on_mismatch(step, rollout.samples)
+        metrics |= rollout.metrics | measure_rollout(rollout, session.served_version)
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
@@ -46,7 +47,7 @@ def train(session: Session) -> None:
             with clock("weights"):
                 session.hand_over_weights(version=step + 1)
         metrics |= session.engine_metrics()
-        metrics |= clock.metrics(tokens=sum(sample.response_length for sample in rollout.generated))
+        metrics |= clock.metrics()
         session.record(step, metrics, rollout.samples)
     if config.loop.save_hf:
         session.policy.save_hf(f"{config.run.folder}/final_hf")

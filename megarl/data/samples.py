@@ -46,7 +46,8 @@ class Sample:
     response_text: str = ""  # decoded without special tokens; only graders and dumps read it
     reward: float = 0.0
     advantages: torch.Tensor | None = None  # [response] fp32
-    old_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
+    policy_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
+    old_logprobs: torch.Tensor | None = None  # [response] fp32: what an update's ratio is taken to
     reference_logprobs: torch.Tensor | None = None  # [response] fp32, by the frozen reference policy
     entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
 

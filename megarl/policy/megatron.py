@@ -63,6 +63,8 @@ class TokenTable:
     old_logprobs: torch.Tensor  # [N] fp32
     reference_logprobs: torch.Tensor | None = None  # [N] fp32
     selected: torch.Tensor | None = None  # [N] bool
+    importance: torch.Tensor | None = None  # [N] fp32: correction for what sampled the tokens
+    kept: torch.Tensor | None = None  # [N] bool: tokens that the correction did not reject; None: all
 
 
 @dataclass
@@ -354,6 +356,7 @@ def _token_inputs(
         entropy=entropies,
         reference_logprob=pick(table.reference_logprobs),
         selected=pick(table.selected),
+        importance=pick(table.importance),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
@@ -57,7 +56,7 @@ class RolloutConfig(BaseModel):
     # Servers that already run
     urls: list[str] = Field(
         default_factory=list,
-        description="Addresses (http://host:port) of SGLang servers that already run, with this model; none is started then.",
+        description="Addresses (http://host:port) of running SGLang servers of this model; then none is started.",
     )
     router: bool = Field(
         False,
@@ -141,9 +140,5 @@ class RolloutConfig(BaseModel):
         if self.lag and self.engine != "sglang":
             raise ValueError(
                 f"lag = {self.lag} needs engine = sglang: in_process generates with the trainer's own time"
-            )
-        if self.lag and self.urls == [] and self.placement == "colocated" and torch.cuda.is_available():
-            raise ValueError(
-                f"lag = {self.lag} needs placement = separate: colocated servers rest while the policy trains"
             )
         return self

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch.distributed as dist
+
 from megarl.data.samples import Sample
 from megarl.errors import RunStopped, UserError
 from megarl.rollout.engine import GenerationRequest, RolloutEngine
@@ -21,12 +23,13 @@ def generate_everywhere(
     requests: Sequence[GenerationRequest],
     grade: Callable[[Sequence[Sample]], None],
     hand_over_weights: Callable[[], None] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
     """The graded samples of all requests, in their order, on every rank; each rank generates and grades a share.
 
     A sample is graded as soon as it is there, while others are still being generated; one that was cut (`abort`) is
     not. When servers with the current weights are lost, `hand_over_weights` (collective) is called and the rest is
-    generated. Collective over the whole job. A UserError on one rank is raised on every rank.
+    generated. Collective over the job, by `group` where given. A UserError on one rank is raised on every rank.
     """
     rank, ranks = rank_and_size()
     own = list(requests[rank::ranks])
@@ -35,7 +38,7 @@ def generate_everywhere(
         for _ in range(MOST_HAND_OVERS):
             missing = [place for place, sample in enumerate(samples) if sample is None]
             error = _generate_and_grade(engine, own, samples, missing, grade, pool)
-            states = gather((sum(sample is None for sample in samples), error))
+            states = gather((sum(sample is None for sample in samples), error), group)
             for _, failure in states:
                 if failure is not None:
                     raise failure
@@ -46,7 +49,7 @@ def generate_everywhere(
             hand_over_weights()
         else:
             raise RunStopped(f"rollout servers were lost {MOST_HAND_OVERS} times within one generation")
-    shares = gather([sample for sample in samples if sample is not None])
+    shares = gather([sample for sample in samples if sample is not None], group)
     return [shares[order % ranks][order // ranks] for order in range(len(requests))]
 
 

@@ -9,12 +9,15 @@ import torch.distributed as dist
 Item = TypeVar("Item")
 
 
-def gather(item: Item) -> list[Item]:
-    """Every rank's `item`, by rank, on every rank. Collective over the whole job."""
+def gather(item: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
+    """Every rank's `item`, by rank, on every rank. Collective over the job.
+
+    A thread beside the main one needs a `group` of its own.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
     items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 

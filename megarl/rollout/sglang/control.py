@@ -6,8 +6,9 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -239,6 +240,16 @@ class Fleet:
         """Nothing; the server takes no further part."""
         self.failed.setdefault(server.url, reason)
         self.servers = [other for other in self.servers if other is not server]
+
+
+@contextmanager
+def weight_update(fleet: Fleet) -> Iterator[None]:
+    """A session on every server of the fleet, closed at the end however that comes."""
+    fleet.each(ServerControl.begin_weight_update)
+    try:
+        yield
+    finally:
+        fleet.each(ServerControl.end_weight_update)
 
 
 def _shortened(text: bytes, limit: int = 300) -> str:

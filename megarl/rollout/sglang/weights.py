@@ -168,13 +168,16 @@ class WeightSync:
                         tally.add(name, tensor)
                 yield bucket
 
-        own.again = sender.send(fleet, buckets(), version)
-        if not own.again:
-            fleet.each(lambda server: _check_version(server, version))
-            if tally is not None:
-                fleet.each(lambda server: _check_checksums(server, tally.checksums()))
-            fleet.each(ServerControl.resume)
-        own.failed = fleet.failed
+        try:
+            own.again = sender.send(fleet, buckets(), version)
+            if not own.again:
+                fleet.each(lambda server: _check_version(server, version))
+                if tally is not None:
+                    fleet.each(lambda server: _check_checksums(server, tally.checksums()))
+        finally:
+            if not own.again:  # those with a part of the weights must not go on yet
+                fleet.each(ServerControl.resume)
+            own.failed = fleet.failed
 
     def _probe(self, weights: NamedTensors, places: Sequence[ServerPlace]) -> dict[str, str]:
         """The servers (URL -> reason) that give a probe's tokens other log-probs than the policy does."""

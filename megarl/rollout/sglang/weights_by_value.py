@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from megarl.rollout.sglang.buckets import Bucket
-from megarl.rollout.sglang.control import Fleet, ServerControl
+from megarl.rollout.sglang.control import Fleet, ServerControl, weight_update
 
 
 class ByValueSender:
@@ -18,10 +18,9 @@ class ByValueSender:
 
     def send(self, fleet: Fleet, buckets: Iterator[Bucket], version: str) -> list[str]:
         """Empty: a server that fails leaves the fleet and does not disturb the others."""
-        fleet.each(ServerControl.begin_weight_update)
-        for bucket in buckets:
-            self._send_bucket(fleet, bucket, version if bucket.is_last else None)
-        fleet.each(ServerControl.end_weight_update)
+        with weight_update(fleet):
+            for bucket in buckets:
+                self._send_bucket(fleet, bucket, version if bucket.is_last else None)
         return []
 
     def _send_bucket(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megarl.rollout.sglang.buckets import Bucket
-from megarl.rollout.sglang.control import Fleet, GroupMembership, ServerControl
+from megarl.rollout.sglang.control import Fleet, GroupMembership, ServerControl, weight_update
 from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.places import ServerPlace
 
@@ -66,17 +66,16 @@ class GroupSender:
         """URLs of servers that hold a part only, because another one failed: they are sound and need all once more."""
         if self._group is None or not fleet.servers:
             return [server.url for server in fleet.servers]
-        fleet.each(ServerControl.begin_weight_update)
         members = len(self._controls)
-        for bucket in buckets:
-            if len(fleet.servers) < members:
-                break
-            self._broadcast(fleet, bucket, version if bucket.is_last else None)
-        broken = len(fleet.servers) < members
-        if broken:
-            self._controls = list(fleet.servers)
-            self.close()
-        fleet.each(ServerControl.end_weight_update)
+        with weight_update(fleet):
+            for bucket in buckets:
+                if len(fleet.servers) < members:
+                    break
+                self._broadcast(fleet, bucket, version if bucket.is_last else None)
+            broken = len(fleet.servers) < members
+            if broken:
+                self._controls = list(fleet.servers)
+                self.close()
         return [server.url for server in fleet.servers] if broken else []
 
     def _broadcast(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from megarl.rollout.sglang.buckets import Bucket
-from megarl.rollout.sglang.control import Fleet, ServerControl
+from megarl.rollout.sglang.control import Fleet, ServerControl, weight_update
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.weights_by_value import bucket_metadata
 
@@ -31,10 +31,9 @@ class CudaIpcSender:
 
     def send(self, fleet: Fleet, buckets: Iterator[Bucket], version: str) -> list[str]:
         """Empty. `fleet` is this place's server on its lowest rank, and empty on the others."""
-        fleet.each(ServerControl.begin_weight_update)
-        for bucket in buckets:
-            self._send_bucket(fleet, bucket, version if bucket.is_last else None)
-        fleet.each(ServerControl.end_weight_update)
+        with weight_update(fleet):
+            for bucket in buckets:
+                self._send_bucket(fleet, bucket, version if bucket.is_last else None)
         return []
 
     def _send_bucket(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
