@@ -21,7 +21,7 @@ from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.weights import SyncSettings, WeightSync
 from tests.distributed.spawn import run_ranks
-from tests.sglang.real_server import running_server
+from tests.server_processes import running_server
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

@@ -142,11 +142,12 @@ class Server:
                 )
             if not all(0 <= token < self.model.config.vocab_size for token in prompt):
                 die("a token id outside the vocabulary")
+            served = {**params, "max_new_tokens": min(params["max_new_tokens"], self.context - 2 - len(prompt))}
             for _ in range(params["n"]):
                 rid = body.get("rid") if single else None
                 if rid in {other.rid for other in [*self.running, *self.queue]}:
                     raise refusal(f"Duplicate request ID detected: {rid}")
-                requests.append(self.request(rid or uuid.uuid4().hex, prompt, params, body))
+                requests.append(self.request(rid or uuid.uuid4().hex, prompt, served, body))
         return requests
 
     def request(self, rid: str, prompt: list[int], params: dict[str, Any], body: dict[str, Any]) -> Request:
@@ -189,7 +190,10 @@ class Server:
         ids = torch.tensor([request.input_ids])
         logprobs = self.model(ids).logits[0, :-1].float().log_softmax(dim=-1)
         values = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return [[None, request.input_ids[0], None], *([v, t, None] for v, t in zip(values, ids[0, 1:].tolist(), strict=True))]
+        return [
+            [None, request.input_ids[0], None],
+            *([v, t, None] for v, t in zip(values, ids[0, 1:].tolist(), strict=True)),
+        ]
 
     # Weights
 
@@ -243,7 +247,9 @@ async def model_info(server: Server, request: web.Request) -> web.Response:
 
 
 async def server_info(server: Server, request: web.Request) -> web.Response:
-    return web.json_response({"tp_size": 1, "device": "cpu", "dtype": "float32", "version": "fake"})
+    return web.json_response(
+        {"tp_size": 1, "device": "cpu", "dtype": "float32", "max_req_input_len": server.context - 6}
+    )
 
 
 async def generate(server: Server, request: web.Request) -> web.StreamResponse:
