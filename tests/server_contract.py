@@ -23,6 +23,9 @@ import transformers
 
 from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.errors import ServerError
+from tests.server_processes import POSITIONS
+
+LONG = 400  # tokens of a response that is still being generated when the check goes on
 
 
 def post(url: str, call: str, body: Any, timeout: float = 60.0) -> tuple[int, str]:
@@ -44,10 +47,10 @@ def generate(url: str, ids: Any, *, rid: str | None = None, **params: Any) -> An
     return json.loads(text)
 
 
-def in_background(pool: ThreadPoolExecutor, url: str, rid: str, tokens: int = 110) -> Any:
+def in_background(pool: ThreadPoolExecutor, url: str, rid: str, tokens: int = LONG) -> Any:
     """A generate call on its way; returns once the server has it."""
     call = pool.submit(generate, url, [3, 4], rid=rid, max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
-    time.sleep(0.15)
+    time.sleep(0.25)
     return call
 
 
@@ -93,7 +96,7 @@ def what_cannot_be_served_is_refused_with_status_400(url: str, model: Path) -> N
         {"input_ids": []},
         {},
         {"input_ids": "abc"},
-        {"input_ids": [3] * 100, "sampling_params": {"max_new_tokens": 29}},  # 128 positions
+        {"input_ids": [3] * 100, "sampling_params": {"max_new_tokens": POSITIONS - 99}},
         {"input_ids": [3], "sampling_params": {"temperature": -1}},
         {"input_ids": [3], "sampling_params": {"no_such_parameter": 1}},
         b"{",
@@ -106,10 +109,10 @@ def what_cannot_be_served_is_refused_with_status_400(url: str, model: Path) -> N
 
 def a_response_that_just_fits_is_shortened_in_silence(url: str, model: Path) -> None:
     longest = ServerControl(url).longest_sequence()
-    assert longest == 126, "two less than the model's positions"
-    for wanted, got in ((26, 26), (27, 26), (28, 26)):
-        answer = generate(url, [3] * 100, max_new_tokens=wanted, ignore_eos=True)
-        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": got}
+    assert longest == POSITIONS - 2
+    for beyond in (0, 1, 2):
+        answer = generate(url, [3] * (longest - 20), max_new_tokens=20 + beyond, ignore_eos=True)
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
 
 
 def unknown_top_level_fields_are_ignored(url: str, model: Path) -> None:
@@ -137,7 +140,7 @@ def abort_ends_one_request_with_what_it_has(url: str, model: Path) -> None:
         assert post(url, "abort_request", {"rid": "one"}) == (200, "")
         answer = one.result()
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 110
+        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < LONG
         assert other.result()["meta_info"]["finish_reason"]["type"] == "length"
     assert post(url, "abort_request", {"rid": "nobody"}) == (200, "")
 
@@ -204,7 +207,7 @@ def a_pause_with_retract_lets_requests_go_on_under_new_weights(url: str, model: 
         answer = call.result()
     assert control.health()
     first, second = answer["meta_info"]["weight_versions"]
-    assert (first["version"], first["start"], second["version"], second["end"]) == ("before", 0, "after", 110)
+    assert (first["version"], first["start"], second["version"], second["end"]) == ("before", 0, "after", LONG)
     assert first["end"] == second["start"] > 0
 
 
@@ -215,7 +218,7 @@ def a_pause_with_abort_returns_what_there_is(url: str, model: Path) -> None:
         control.pause("abort")
         answer = call.result()
     control.resume()
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort" and len(answer["output_ids"]) < 110
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort" and len(answer["output_ids"]) < LONG
 
 
 def a_missing_weight_folder_is_refused(url: str, model: Path) -> None:
@@ -255,7 +258,7 @@ def memory_is_released_and_resumed_in_parts(url: str, model: Path) -> None:
 
 def a_client_that_hangs_up_frees_its_request(url: str, model: Path) -> None:
     def hang_up() -> None:
-        body = {"rid": "left", "input_ids": [3], "sampling_params": {"max_new_tokens": 120, "ignore_eos": True}}
+        body = {"rid": "left", "input_ids": [3], "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
         try:
             post(url, "generate", body, timeout=0.2)
         except (TimeoutError, urllib.error.URLError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from megarl.rollout.sglang.process import GuardedProcess
 from tests.tiny_models import write_tiny_model
 
 SECONDS_TO_START = 240.0
+POSITIONS = 1024  # of the served model
 FAKE = str(Path(__file__).with_name("fake_sglang"))
 
 
@@ -41,6 +43,9 @@ def write_served_model(folder: Path) -> Path:
     """The folder of a tiny model with a tokenizer."""
     write_tiny_model(folder, "qwen2", tied=False, layers=2)
     write_tokenizer(folder)
+    # Long enough for requests that run while something happens to them.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
     return folder
 
 
