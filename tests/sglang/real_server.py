@@ -29,6 +29,13 @@ def server_python() -> str:
 @contextmanager
 def running_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
     """The URL of a server of `model` on a CPU; no process is left behind."""
+    with running_process(model, log, *arguments) as (url, _):
+        yield url
+
+
+@contextmanager
+def running_process(model: Path, log: Path, *arguments: str) -> Iterator[tuple[str, GuardedProcess]]:
+    """As `running_server`, with the process, for tests that harm it."""
     plan = LaunchPlan(
         python=server_python(),
         model=str(model),
@@ -50,6 +57,6 @@ def running_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
             assert process.exit_code() is None, process.output()[-4000:]
             assert time.monotonic() < deadline, process.output()[-4000:]
             time.sleep(0.25)
-        yield control.url
+        yield control.url, process
     finally:
         process.kill()

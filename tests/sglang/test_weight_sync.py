@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import transformers
 from megarl.data.generated import write_tokenizer
 from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
-from megarl.rollout.sglang.control import ServerControl
-from megarl.rollout.sglang.errors import ServerError
+from megarl.rollout.sglang.buckets import Bucket
+from megarl.rollout.sglang.control import Fleet, ServerControl
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.weights import SyncSettings, WeightSync
+from megarl.rollout.sglang.weights_group import GroupSender
 from tests.distributed.spawn import run_ranks
-from tests.sglang.real_server import running_server
+from tests.sglang.real_server import running_process, running_server
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -187,31 +188,34 @@ def test_wrong_names_and_shapes_are_refused_before_anything_is_sent(served: Serv
     sync.close()
 
 
-def test_verification_finds_a_server_with_other_weights(served: Served) -> None:
-    right, other = tensors_of(served.model), tensors_of(served.others["http"])
-    for verify, words in (("checksum", "differs"), ("probe", "probe")):
-        sync = WeightSync(settings("http", served, verify=verify), named(right).shapes)
+def test_a_server_that_holds_other_weights_than_those_sent_fails_the_probe(served: Served) -> None:
+    def score(token_ids: Sequence[int]) -> torch.Tensor:
+        return transformers_logprobs(served.others["http"], list(token_ids))
 
-        def score(token_ids: Any) -> torch.Tensor:
-            return transformers_logprobs(served.others["http"], list(token_ids))
+    # The policy scores by other weights than the ones that reach the server.
+    weights = replace(named(tensors_of(served.model)), score=score)
+    sync = WeightSync(settings("http", served, verify="probe"), weights.shapes)
+    report = sync.push(weights, "sent", [ServerPlace(served.url)])
+    assert "a probe's log-probs differ" in report.failed[served.url]
+    sync.close()
 
-        # The values change between sending and checking, as if a bucket had been lost.
-        weights = replace(named(right), score=score)
-        if verify == "checksum":
-            sync._settings = replace(sync._settings, verify="off")
-            sync.push(weights, "sent", [ServerPlace(served.url)])
-            from megarl.rollout.sglang.checksums import ChecksumTally
-            from megarl.rollout.sglang.weights import _check_checksums
 
-            tally = ChecksumTally()
-            for name, tensor in other.items():
-                tally.add(name, tensor)
-            with pytest.raises(ServerError, match=words):
-                _check_checksums(ServerControl(served.url), tally.checksums())
-        else:
-            report = sync.push(weights, "sent", [ServerPlace(served.url)])
-            assert words in report.failed[served.url]
-        sync.close()
+def test_a_server_that_loses_a_tensor_fails_the_checksums(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tensors_of(served.others["http"])
+    sync = WeightSync(settings("http", served), named(other).shapes)
+    sync.push(named(tensors_of(served.model)), "before", [ServerPlace(served.url)])
+    update = ServerControl.update_weights_from_tensor
+    calls: list[int] = []
+
+    def lossy(self: ServerControl, payloads: Sequence[bytes], **options: Any) -> None:
+        calls.append(len(payloads))
+        if len(calls) != 3:
+            update(self, payloads, **options)
+
+    monkeypatch.setattr(ServerControl, "update_weights_from_tensor", lossy)
+    report = sync.push(named(other), "lossy", [ServerPlace(served.url)])
+    assert "differs" in report.failed[served.url] and "checksums" in report.failed[served.url]
+    sync.close()
 
 
 def test_a_server_that_is_gone_is_reported_and_the_others_get_the_weights(served: Served) -> None:
@@ -224,3 +228,27 @@ def test_a_server_that_is_gone_is_reported_and_the_others_get_the_weights(served
         assert ServerControl(served.url).weight_version() == f"{way}-survivor"
         assert difference_to_transformers(served.url, served.others[way]) < 1e-4
         sync.close()
+
+
+def test_a_server_killed_in_the_middle_of_a_broadcast_leaves_the_other_with_all_weights(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tensors_of(served.others["group"])
+    broadcast = GroupSender._broadcast
+    sent: list[int] = []
+    with running_process(served.model, tmp_path / "second.log") as (second, process):
+
+        def broadcast_and_kill(self: GroupSender, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+            sent.append(len(fleet.servers))
+            if len(sent) == 3:
+                process.kill()
+            broadcast(self, fleet, bucket, version)
+
+        monkeypatch.setattr(GroupSender, "_broadcast", broadcast_and_kill)
+        sync = WeightSync(settings("group", served, deadline=30.0), named(other).shapes)
+        report = sync.push(named(other), "survived", [ServerPlace(second), ServerPlace(served.url)])
+    assert list(report.failed) == [second]
+    assert sent[:3] == [2, 2, 2] and sent[3:] == [1] * (len(sent) - 3)
+    assert ServerControl(served.url).weight_version() == "survived"
+    assert difference_to_transformers(served.url, served.others["group"]) < 1e-4
+    sync.close()
