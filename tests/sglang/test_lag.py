@@ -24,9 +24,9 @@ from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.mismatch import token_versions
 from megarl.rollout.sglang.engine import SglangEngine
-from tests.sglang.real_server import running_server
-from tests.sglang.test_weight_sync import disturbed
+from tests.server_processes import running_server
 from tests.tiny_models import write_tiny_model
+from tests.weight_sync_cases import disturbed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -61,6 +61,14 @@ class ServerControl:
         """The server's resolved arguments: tp_size, device, dtype and more."""
         return self._object("server_info")
 
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and response that the server serves; it shortens longer responses without a word.
+
+        Fewer than the model's positions, and fewer still where its cache is small.
+        """
+        # Of its positions the server keeps one back in each of three places; it reports the last.
+        return int(self.server_info()["max_req_input_len"]) + 4
+
     def weight_version(self) -> str:
         """The version that the server gives its present weights."""
         return str(self.model_info()["weight_version"])

@@ -200,10 +200,12 @@ class SglangEngine:
         where = f"prompt {prompt.index} ({prompt.data_source})"
         if not prompt.token_ids:
             raise UserError(f"{where} has no tokens")
-        if len(prompt.token_ids) + limit > self._model.max_positions:
+        longest = self._servers.longest_sequence
+        if len(prompt.token_ids) + limit > longest:
             raise UserError(
-                f"{where} has {len(prompt.token_ids)} tokens; with a response of {limit} it exceeds the model's "
-                f"max_position_embeddings = {self._model.max_positions}"
+                f"{where} has {len(prompt.token_ids)} tokens; with a response of {limit} it exceeds the {longest} "
+                f"tokens that the SGLang servers serve (the model's max_position_embeddings = {self._model.max_positions} "
+                "less 2, or less for lack of memory)"
             )
         outside = next((t for t in prompt.token_ids if not 0 <= t < self._model.vocabulary), None)
         if outside is not None:

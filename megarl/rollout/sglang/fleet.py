@@ -12,6 +12,7 @@ from megarl.errors import RunStopped, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.control import ServerControl
+from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.launch import plan_launches
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.server import OwnedServer
@@ -29,6 +30,8 @@ class RunServers:
         if not config.urls:
             plans = plan_launches(config, model_folder, seed=seed, folder=folder)
             self.owned = [OwnedServer(plan, ranks, config) for plan, ranks in plans]
+        self.longest_sequence = 0  # prompt and response, that every server of the run serves; known by `usable`
+        self._longest: dict[ServerPlace, int] = {}
         self._released: set[ServerPlace] = set()
         self._started = False
 
@@ -42,10 +45,12 @@ class RunServers:
             self._wait_for_first_start()
         deadline = time.monotonic() + self._config.outage_timeout
         while True:
-            places = [place for share in gather(self._own_usable()) for place in share]
-            if places:
+            found = [each for share in gather(self._own_usable()) for each in share]
+            if found:
+                places = [place for place, _ in found]
                 self._check_number(places)
                 self._started = True
+                self.longest_sequence = min(longest for _, longest in found)
                 return places
             if any(gather(time.monotonic() > deadline)):
                 raise RunStopped(
@@ -113,14 +118,26 @@ class RunServers:
             if each is not None:
                 raise each
 
-    def _own_usable(self) -> list[ServerPlace]:
+    def _own_usable(self) -> list[tuple[ServerPlace, int]]:
+        """(server, tokens of the longest sequence that it serves) of those that this rank speaks for."""
         if not self._config.urls:
-            return [server.place for server in self.owned if server.ready]
-        rank, _ = rank_and_size()
-        if rank != 0:
-            return []
-        with ThreadPoolExecutor(max_workers=len(self._config.urls)) as pool:
-            return [place for place in pool.map(self._external, self._config.urls) if place is not None]
+            places = [server.place for server in self.owned if server.ready]
+        elif rank_and_size()[0] == 0:
+            with ThreadPoolExecutor(max_workers=len(self._config.urls)) as pool:
+                places = [place for place in pool.map(self._external, self._config.urls) if place is not None]
+        else:
+            places = []
+        known = [(place, self._longest_sequence(place)) for place in places]
+        return [(place, longest) for place, longest in known if longest is not None]
+
+    def _longest_sequence(self, place: ServerPlace) -> int | None:
+        """None when the server does not answer, after all."""
+        if place not in self._longest:
+            try:
+                self._longest[place] = ServerControl(place.url, deadline=self._config.health_timeout).longest_sequence()
+            except ServerError:
+                return None
+        return self._longest[place]
 
     def _external(self, url: str) -> ServerPlace | None:
         """The server at `url`, or None when it does not answer."""
