@@ -1,7 +1,7 @@
 """Weights of the policy in every layout into a server, by every way that a CPU can run.
 
-The same tests run against the real SGLang (`tests/sglang`) and, on one model, the stand-in (`tests/servers`); each of the
-two modules imports them and gives the fixture `served`.
+The same tests run against the real SGLang (`tests/sglang`) and, on one model, the stand-in (`tests/servers`): the two
+modules import them and give the fixture `served`.
 """
 
 from __future__ import annotations

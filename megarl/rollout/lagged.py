@@ -83,7 +83,7 @@ class BatchesAhead(Generic[Batch]):
             return self._ready.pop(step)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Nothing; no batch is begun any more. One that is not finished within `timeout` seconds ends with the process."""
+        """Nothing; no batch is begun any more. One that is not finished within `timeout` s ends with the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
