@@ -32,7 +32,7 @@ from megarl.rollout.distribute import generate_everywhere
 from megarl.rollout.engine import GenerationRequest, RolloutEngine
 from megarl.rollout.job import gather
 from megarl.rollout.lagged import BatchesAhead, HandOvers
-from megarl.rollout.mismatch import check_mismatch, token_versions
+from megarl.rollout.mismatch import check_mismatch, sampling_logprobs
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
 
@@ -220,10 +220,8 @@ class Session:
         pieces = zip(samples, scores.logprobs.cpu().split(lengths), scores.entropies.cpu().split(lengths), strict=True)
         for sample, logprobs, entropies in pieces:
             sample.policy_logprobs, sample.entropies = logprobs, entropies
-            sample.old_logprobs = logprobs
-            if not self.config.objective.rollout_correction.active:
-                fresh = token_versions(sample) == self.served_version
-                sample.old_logprobs = torch.where(fresh, logprobs, torch.tensor(sample.rollout_logprobs))
+            corrected = self.config.objective.rollout_correction.active
+            sample.old_logprobs = logprobs if corrected else sampling_logprobs(sample, self.served_version)
 
     def stop_on_mismatch(self, step: int, samples: Sequence[Sample]) -> None:
         """Nothing, or a UserError with the evidence in the run folder: see `rollout.max_logprob_diff`."""

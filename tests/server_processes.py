@@ -67,6 +67,15 @@ def launch_plan(python: str, model: Path, log: Path, *arguments: str) -> LaunchP
 @contextmanager
 def running_server(model: Path, log: Path, *arguments: str, python: str | None = None) -> Iterator[str]:
     """The URL of a server of `model` on a CPU (the real one without a `python`); no process is left behind."""
+    with running_process(model, log, *arguments, python=python) as (url, _):
+        yield url
+
+
+@contextmanager
+def running_process(
+    model: Path, log: Path, *arguments: str, python: str | None = None
+) -> Iterator[tuple[str, GuardedProcess]]:
+    """As `running_server`, with its process, for tests that harm it."""
     plan = launch_plan(python or real_python(), model, log, *arguments)
     port = choose_port(plan.host, 0)
     process = GuardedProcess(plan.command(port, random_name()), plan.environment(), log)
@@ -77,7 +86,7 @@ def running_server(model: Path, log: Path, *arguments: str, python: str | None =
             assert process.exit_code() is None, process.output()[-4000:]
             assert time.monotonic() < deadline, process.output()[-4000:]
             time.sleep(0.1)
-        yield control.url
+        yield control.url, process
     finally:
         process.kill()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.data.prompts import PromptCursor
@@ -65,16 +65,14 @@ def collect_groups(
     for order, group in enumerate(kept):
         for sample in group:
             sample.group = order
+    seconds = time.perf_counter() - began
     metrics = {
         "rollout/rounds": float(rounds),
         "rollout/groups_kept": float(len(kept)),
         "rollout/groups_filtered": float(tried - len(kept) - surplus),
         "rollout/groups_surplus": float(surplus),
-        "rollout/tokens_per_second": _speed(generated, time.perf_counter() - began),
+        "rollout/generation_seconds": seconds,
+        "rollout/tokens_per_second": sum(sample.response_length for sample in generated) / seconds,
     }
     samples = [sample for group in kept for sample in group]
     return Collected(samples, len(kept), generated, rounds, cursor.taken, metrics)
-
-
-def _speed(generated: Sequence[Sample], seconds: float) -> float:
-    return sum(sample.response_length for sample in generated) / seconds

@@ -32,6 +32,16 @@ def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
     }
 
 
+def sampling_logprobs(sample: Sample, version: int) -> torch.Tensor:
+    """[response] fp32: each token's log-prob under the weights that sampled it.
+
+    Tokens of the present weights, `version`, take the policy's (exact); of older weights only the engine's are left.
+    """
+    assert sample.policy_logprobs is not None
+    engine = torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
+    return torch.where(token_versions(sample) == version, sample.policy_logprobs, engine)
+
+
 def mismatch(samples: Sequence[Sample]) -> dict[str, float]:
     """`rollout/logprob_diff_...` and `rollout/mismatch_kl` over all tokens of scored samples.
 

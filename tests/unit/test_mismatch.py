@@ -11,7 +11,7 @@ import torch
 
 from megarl.data.samples import Prompt, Sample, VersionSegment
 from megarl.errors import UserError
-from megarl.rollout.mismatch import check_mismatch, mismatch, staleness, token_versions
+from megarl.rollout.mismatch import check_mismatch, mismatch, sampling_logprobs, staleness, token_versions
 
 
 def sample(policy: list[float], engine: list[float], *, version: int = 3, index: int = 7) -> Sample:
@@ -83,3 +83,10 @@ def test_tokens_of_older_weights_and_numbers_that_are_none(tmp_path: Path) -> No
     check_mismatch([sample([-1.0], [-9.0], version=2)], 0.1, version=3, evidence=None)
     with pytest.raises(UserError, match="1 of 1 tokens"):
         check_mismatch([sample([math.nan], [-1.0])], 0.1, version=3, evidence=None)
+
+
+def test_the_ratio_is_taken_to_the_weights_that_sampled_each_token() -> None:
+    partial = sample([-1.0, -2.0, -3.0], [-1.5, -2.5, -3.5], version=2)
+    partial.version_segments = [VersionSegment(2, 0, 1), VersionSegment(3, 1, 3)]
+    assert sampling_logprobs(partial, version=3).tolist() == [-1.5, -2.0, -3.0]
+    assert sampling_logprobs(partial, version=4).tolist() == [-1.5, -2.5, -3.5]

@@ -40,7 +40,10 @@ class DiskSender:
         return []
 
     def close(self) -> None:
-        """Nothing; the last folder stays, for a server that still reads it."""
+        """Nothing; no folder is left: the servers hold what was in it."""
+        for path in self._written:
+            shutil.rmtree(path, ignore_errors=True)
+        self._written = []
 
 
 def write_hf_folder(path: Path, buckets: Iterator[Bucket], model_folder: Path) -> None:

@@ -45,6 +45,7 @@ class GroupSender:
         address = address_towards([place.url for place in places])
         store = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         ranks = [1 + sum(place.tensor_size for place in places[:order]) for order in range(len(places))]
+        failure = ""
         with ThreadPoolExecutor(max_workers=len(places)) as pool:
             calls: dict[ServerControl, Future[None]] = {}
             for server, rank in zip(fleet.servers, ranks, strict=True):
@@ -52,15 +53,16 @@ class GroupSender:
                 calls[server] = pool.submit(server.init_weights_update_group, membership)
             try:
                 self._group = _new_group(self._backend, store, self._name, size, timeout)
-            except RuntimeError:  # a server that does not come is known by its own call
-                self._group = None
-            servers = list(fleet.servers)
+            except RuntimeError as error:  # torch.distributed's kind; a server that does not come causes one
+                failure = str(error)
             fleet.gather(calls)
-        if self._group is not None and len(fleet.servers) == len(servers):
-            self._members, self._controls = tuple(places), servers
-        else:
-            self._controls = list(fleet.servers)
+        self._controls = list(fleet.servers)
+        if len(self._controls) < len(places):
             self.close()
+        elif failure:
+            raise RuntimeError(f"the process group for weights with {len(places)} servers cannot be made: {failure}")
+        else:
+            self._members = tuple(places)
 
     def send(self, fleet: Fleet, buckets: Iterator[Bucket], version: str) -> list[str]:
         """URLs of servers that hold a part only, because another one failed: they are sound and need all once more."""
