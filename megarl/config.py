@@ -17,7 +17,7 @@ from megarl.policy.model import ModelConfig
 from megarl.policy.optimizer import OptimizerSection
 from megarl.policy.parallel import ParallelConfig
 from megarl.reward.functions import RewardConfig
-from megarl.rollout.engine import RolloutConfig
+from megarl.rollout.config import RolloutConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -11,9 +11,17 @@ from collections.abc import Callable
 class UserError(Exception):
     """A mistake in the user's input: one line that says what is wrong, where, and what is allowed."""
 
+    exit_code = 2
+
+
+class RunStopped(UserError):
+    """Something outside the run keeps it from going on: one line that says what, and for how long it was waited for."""
+
+    exit_code = 1
+
 
 def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """`main` wrapped so that a `UserError` becomes one line on standard error and exit code 2.
+    """`main` wrapped so that a `UserError` becomes one line on standard error and exit code 2 (`RunStopped`: 1).
 
     Under torchrun every rank fails alike; only rank 0 prints, so that the line appears once.
     """
@@ -25,6 +33,6 @@ def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None
         except UserError as error:
             if os.environ.get("RANK", "0") == "0":
                 print(f"megarl: error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            sys.exit(error.exit_code)
 
     return wrapper

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.data.samples import Sample
+from megarl.objective.importance import (
+    RolloutCorrectionConfig,
+    correction_statistics,
+    kept_tokens,
+    truncated_weights,
+)
 from megarl.objective.losses import token_weights
 from megarl.objective.objective import (
     ObjectiveConfig,
@@ -43,22 +49,24 @@ def update_on(
     """The metrics of one optimizer update on a mini-batch.
 
     A loss that selects tokens needs log-probs of the current policy before the update: for the `first` mini-batch after
-    a rollout the old ones are exactly those, later ones take a forward pass more.
+    a rollout these are known, later ones take a forward pass more.
     """
-    table = token_table(objective, samples, policy.device)
+    table, correction = token_table(objective, samples, policy.device)
     selects = objective.loss != "ppo" and objective.covariance_scope == "minibatch"
     if selects:
-        current = table.old_logprobs if first else policy.score(samples).logprobs
+        known = _flat(samples, "policy_logprobs") if first else None
+        current = policy.score(samples).logprobs if known is None else known.to(policy.device)
         selection = covariance_of(objective, table, current, key)
         table.selected = selection.selected
     result = policy.update(
         samples, table, partial(policy_loss, objective, key=key), entropy_gradient=objective.entropy_coefficient != 0
     )
+    metrics = correction | result.metrics
     if result.skipped:
-        return result.metrics  # what is not finite has no covariance
+        return metrics  # what is not finite has no covariance
     if not selects:
         selection = covariance_of(objective, table, result.logprobs, key)
-    return selection.statistics | result.metrics
+    return selection.statistics | metrics
 
 
 def covariance_of(
@@ -66,9 +74,9 @@ def covariance_of(
 ) -> Selection:
     """Covariance statistics and selected tokens of a mini-batch whose tokens are all at hand on every rank."""
     count = len(current)
-    everything = torch.ones(count, dtype=torch.bool, device=current.device)
+    mask = torch.ones(count, dtype=torch.bool, device=current.device) if table.kept is None else table.kept
     token_id = torch.arange(count, device=current.device)
-    return select_tokens(objective, current, table.old_logprobs, table.advantages, everything, token_id, None, key)
+    return select_tokens(objective, current, table.old_logprobs, table.advantages, mask, token_id, None, key)
 
 
 def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
@@ -105,18 +113,42 @@ def attach_advantages(objective: ObjectiveConfig, samples: Sequence[Sample]) -> 
         sample.advantages = values.float()
 
 
-def token_table(objective: ObjectiveConfig, samples: Sequence[Sample], device: torch.device) -> TokenTable:
-    """The mini-batch's flat per-token arrays, with each token's exact share in the loss."""
+def token_table(
+    objective: ObjectiveConfig, samples: Sequence[Sample], device: torch.device
+) -> tuple[TokenTable, dict[str, float]]:
+    """The mini-batch's flat per-token arrays with each token's exact share in the loss, and `correction/...`."""
     lengths = torch.tensor([sample.response_length for sample in samples])
     advantages, old_logprobs = _flat(samples, "advantages"), _flat(samples, "old_logprobs")
     assert advantages is not None and old_logprobs is not None
     reference = _flat(samples, "reference_logprobs")
-    return TokenTable(
-        weights=token_weights(lengths, objective.reduction, constant=objective.constant_length).to(device),
+    weights = token_weights(lengths, objective.reduction, constant=objective.constant_length)
+    importance, kept = rollout_correction(objective.rollout_correction, samples, lengths)
+    table = TokenTable(
+        weights=(weights if kept is None else weights * kept).to(device),
         advantages=advantages.to(device),
         old_logprobs=old_logprobs.to(device),
         reference_logprobs=None if reference is None else reference.to(device),
+        importance=None if importance is None else importance.to(device),
+        kept=None if kept is None else kept.to(device),
     )
+    return table, correction_statistics(importance, kept, cap=objective.rollout_correction.cap)
+
+
+def rollout_correction(
+    config: RolloutCorrectionConfig, samples: Sequence[Sample], lengths: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(importance [tokens] fp32, kept [tokens] bool) of the policy against what sampled; None for what is off."""
+    if not config.active:
+        return None, None
+    policy = _flat(samples, "policy_logprobs")
+    assert policy is not None
+    sampled = torch.tensor([value for sample in samples for value in sample.rollout_logprobs], dtype=torch.float64)
+    importance = kept = None
+    if config.truncate != "off":
+        importance = truncated_weights(policy, sampled, lengths, level=config.truncate, cap=config.cap)
+    if config.reject != "off":
+        kept = kept_tokens(policy, sampled, lengths, level=config.reject, low=config.low, high=config.high)
+    return importance, kept
 
 
 def _flat(samples: Sequence[Sample], name: str) -> torch.Tensor | None:

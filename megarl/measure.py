@@ -11,10 +11,14 @@ from megarl.errors import UserError
 from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
 from megarl.law.fit import fit_law
 from megarl.rollout.collect import Collected
+from megarl.rollout.mismatch import mismatch, staleness
 
 
-def measure_rollout(rollout: Collected) -> dict[str, float]:
-    """Rewards and lengths of all that was generated; entropies of what is trained on (both conventions, by source)."""
+def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
+    """Rewards and lengths of all that was generated; entropies of what is trained on (both conventions, by source).
+
+    `version` is that of the policy's present weights.
+    """
     generated = rollout.generated
     metrics = {
         "reward/mean": statistics.fmean(sample.reward for sample in generated),
@@ -29,24 +33,7 @@ def measure_rollout(rollout: Collected) -> dict[str, float]:
     metrics |= {f"entropy/{source}": sequence_mean_entropy(samples) for source, samples in by_source.items()}
     metrics["entropy/seq_mean"] = sequence_mean_entropy(rollout.samples)
     metrics["entropy/token_mean"] = token_mean_entropy(rollout.samples)
-    return metrics | _logprob_difference(rollout.samples)
-
-
-def _logprob_difference(samples: Sequence[Sample]) -> dict[str, float]:
-    """|log-prob by the policy - log-prob by the rollout engine| over all tokens."""
-    import torch
-
-    differences = torch.cat(
-        [
-            (sample.old_logprobs - torch.tensor(sample.rollout_logprobs)).abs()
-            for sample in samples
-            if sample.old_logprobs is not None
-        ]
-    )
-    return {
-        "rollout/logprob_diff_mean": float(differences.mean()),
-        "rollout/logprob_diff_max": float(differences.max()),
-    }
+    return metrics | mismatch(rollout.samples) | staleness(rollout.samples, version)
 
 
 def measure_law(points: Sequence[tuple[float, float]]) -> dict[str, float]:

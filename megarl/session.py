@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megarl.config import EvaluationSet, RunConfig, save_config
 from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import evaluation_prompts, summarise
+from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
 from megarl.reward.functions import reward_function, score_samples
+from megarl.rollout.build import build_engine
 from megarl.rollout.collect import Collected, collect_groups
 from megarl.rollout.distribute import generate_everywhere
-from megarl.rollout.engine import GenerationRequest
-from megarl.rollout.in_process import InProcessEngine
+from megarl.rollout.engine import GenerationRequest, RolloutEngine
+from megarl.rollout.job import gather
+from megarl.rollout.lagged import BatchesAhead, HandOvers
+from megarl.rollout.mismatch import check_mismatch, sampling_logprobs
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
 
@@ -81,11 +90,15 @@ class Session:
     tokenizer: Any
     policy: MegatronPolicy
     reference: MegatronPolicy | None
-    engine: InProcessEngine
+    engine: RolloutEngine
     cursor: PromptCursor
     evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
+    rollout_group: dist.ProcessGroup | None = None  # all ranks, for batches ahead beside the policy's own exchanges
+    hand_overs: HandOvers = field(default_factory=HandOvers)
+    batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
+    served_version: int = 0  # of the weights that the engine was handed last
 
     @classmethod
     def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
@@ -111,7 +124,16 @@ class Session:
             reference=_policy(config, shape, layout, trains=False)
             if trains and config.objective.reference_kl.coefficient > 0
             else None,
-            engine=InProcessEngine(config.model.path, tokenizer, config.rollout),
+            rollout_group=_rollout_group(config) if config.rollout.lag else None,
+            engine=build_engine(
+                config.rollout,
+                config.model.path,
+                tokenizer,
+                expected=expected_tensors(shape),
+                max_positions=shape.max_positions,
+                folder=folder,
+                seed=config.run.seed,
+            ),
             cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
             evaluation_sets=evaluation_sets,
             records=RunLogger(folder) if speaks and folder else None,
@@ -120,15 +142,52 @@ class Session:
 
     def hand_over_weights(self, version: int) -> None:
         """Nothing; the rollout engine serves the policy's current weights as `version`."""
+        self.served_version = version
         self.engine.update_weights(self.policy.hf_tensors(), version)
+        self.hand_overs.gave()
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What the rollout engine counted since the last call, over all ranks; collective."""
+        totals: dict[str, float] = {}
+        for share in gather(self.engine.take_metrics()):
+            for name, value in share.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def collect(self, step: int) -> Collected:
-        """The graded groups that this step trains on."""
+        """The graded groups that this step trains on; with `rollout.lag` the next ones are generated meanwhile."""
+        if self.config.rollout.lag == 0:
+            collected = self._generate_batch(step)
+        else:
+            if self.batches_ahead is None:
+                self.batches_ahead = BatchesAhead(
+                    self._generate_batch, first=step, last=self.config.loop.steps, lag=self.config.rollout.lag
+                )
+            collected = self.batches_ahead.take(step, timeout=self._timeout, serve=self._hand_over_if_owed)
+        self.cursor.commit(collected.taken)
+        return collected
+
+    @property
+    def _timeout(self) -> float:
+        return 60 * self.config.parallel.timeout_minutes
+
+    def _hand_over_if_owed(self) -> None:
+        if self.hand_overs.owed():
+            self.hand_over_weights(self.served_version)
+
+    def _hand_over_again(self) -> None:
+        """Nothing; servers that lost the present weights have them again. Called where samples are generated."""
+        if threading.current_thread() is threading.main_thread():
+            self.hand_over_weights(self.served_version)
+        else:
+            self.hand_overs.ask(lambda given: gather(given, self.rollout_group), timeout=self._timeout)
+
+    def _generate_batch(self, step: int) -> Collected:
         loop, rollout = self.config.loop, self.config.rollout
 
         def sample_groups(prompts: list[Prompt], generation_round: int) -> list[list[Sample]]:
             key = (self.config.run.seed, TRAINING, step, generation_round)
-            return self._sample(prompts, rollout.samples_per_prompt, rollout.temperature, key)
+            return self._sample(prompts, rollout.samples_per_prompt, rollout.temperature, key, self.rollout_group)
 
         return collect_groups(
             self.cursor,
@@ -146,17 +205,32 @@ class Session:
             key = (self.config.run.seed, EVALUATION, step, order)
             groups = self._sample(prompts, count, settings.temperature, key)
             samples = [sample for group in groups for sample in group]
-            self.attach_entropies(samples)
+            self.attach_scores(samples)
             metrics |= summarise(settings.name, samples)
         return metrics
 
-    def attach_entropies(self, samples: Sequence[Sample]) -> None:
-        """Nothing; sets `old_logprobs` and `entropies` of the samples by the policy's current weights."""
+    def attach_scores(self, samples: Sequence[Sample]) -> None:
+        """Nothing; sets `policy_logprobs` and `entropies` by the policy's current weights, and `old_logprobs`.
+
+        The latter are those of the weights that sampled each token: for tokens of older weights, which are gone, the
+        engine's own. With `objective.rollout_correction` they are the current policy's: it covers the difference.
+        """
         scores = self.policy.score(samples)
         lengths = [sample.response_length for sample in samples]
         pieces = zip(samples, scores.logprobs.cpu().split(lengths), scores.entropies.cpu().split(lengths), strict=True)
         for sample, logprobs, entropies in pieces:
-            sample.old_logprobs, sample.entropies = logprobs, entropies
+            sample.policy_logprobs, sample.entropies = logprobs, entropies
+            corrected = self.config.objective.rollout_correction.active
+            sample.old_logprobs = logprobs if corrected else sampling_logprobs(sample, self.served_version)
+
+    def stop_on_mismatch(self, step: int, samples: Sequence[Sample]) -> None:
+        """Nothing, or a UserError with the evidence in the run folder: see `rollout.max_logprob_diff`."""
+        limit = self.config.rollout.max_logprob_diff
+        if limit is not None and samples:
+            evidence = Path(self.config.run.folder) / "mismatch" / f"step_{step:06d}.jsonl"
+            check_mismatch(
+                samples, limit, version=self.served_version, evidence=evidence if self.records is not None else None
+            )
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         """Nothing; on rank 0 the step goes to metrics.jsonl, TensorBoard, law.csv, the sample dumps and the console."""
@@ -175,11 +249,18 @@ class Session:
             self.records.close()
         if self.console is not None:
             self.console.close()
+        if self.batches_ahead is not None:
+            self.batches_ahead.close()
         self.engine.close()
         shutdown()
 
     def _sample(
-        self, prompts: Sequence[Prompt], count: int, temperature: float, key: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        temperature: float,
+        key: tuple[int, ...],
+        group: dist.ProcessGroup | None = None,
     ) -> list[list[Sample]]:
         requests = [
             GenerationRequest(
@@ -194,8 +275,23 @@ class Session:
             for order in range(count)
         ]
         grade = reward_function(self.config.reward)
-        samples = generate_everywhere(self.engine, requests, lambda own: score_samples(own, grade))
+        samples = generate_everywhere(
+            self.engine,
+            requests,
+            lambda own: score_samples(own, grade),
+            self._hand_over_again,
+            group,
+        )
         return [samples[start : start + count] for start in range(0, len(samples), count)]
+
+
+def _rollout_group(config: RunConfig) -> dist.ProcessGroup | None:
+    """A group of all ranks for one thread beside the main one: two threads must not share a group."""
+    if torch.cuda.is_available() and not config.rollout.urls and config.rollout.placement == "colocated":
+        raise UserError("rollout.lag needs rollout.placement = separate: colocated servers rest during updates")
+    if dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=config.parallel.timeout_minutes))
 
 
 def _policy(config: RunConfig, shape: ModelShape, layout: Layout, *, trains: bool) -> MegatronPolicy:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             nothing = torch.zeros_like(weights)
             table = TokenTable(weights.to(policy.device), nothing.to(policy.device), nothing.to(policy.device))
             metrics = policy.update(batch, table, likelihood_loss).metrics
-        metrics |= clock.metrics(tokens=0)
+        metrics |= clock.metrics()
         if records is not None and console is not None:
             records.log(step, metrics)
             console.step(step, metrics)

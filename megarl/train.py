@@ -32,8 +32,9 @@ def train(session: Session) -> None:
         with clock("generation"):
             rollout = session.collect(step)
         with clock("score"):
-            session.attach_entropies(rollout.samples)
-        metrics |= rollout.metrics | measure_rollout(rollout)
+            session.attach_scores(rollout.samples)
+        session.stop_on_mismatch(step, rollout.samples)
+        metrics |= rollout.metrics | measure_rollout(rollout, session.served_version)
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
@@ -41,10 +42,12 @@ def train(session: Session) -> None:
             metrics |= measure_law(law_points)
         if not final and rollout.samples:
             with clock("update"):
+                session.engine.rest()
                 metrics |= learn(session, rollout.samples, step)
             with clock("weights"):
                 session.hand_over_weights(version=step + 1)
-        metrics |= clock.metrics(tokens=sum(sample.response_length for sample in rollout.generated))
+        metrics |= session.engine_metrics()
+        metrics |= clock.metrics()
         session.record(step, metrics, rollout.samples)
     if config.loop.save_hf:
         session.policy.save_hf(f"{config.run.folder}/final_hf")
@@ -55,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
     path, overrides = one_config_argument("megarl.train", arguments)
     session = Session.start(load_config(path, overrides, RunConfig))
-    train(session)
-    session.close()
+    try:
+        train(session)
+    finally:
+        session.close()
 
 
 if __name__ == "__main__":

@@ -140,9 +140,14 @@ class PromptCursor:
         self._taken += count
         return [self._prompts[place] for place in places]
 
-    def commit(self) -> None:
-        """Nothing; all prompts taken so far are consumed, so a run resumed from here goes on after them."""
-        self._committed = self._taken
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the first epoch began."""
+        return self._taken
+
+    def commit(self, taken: int | None = None) -> None:
+        """Nothing; the first `taken` prompts (or all taken so far) are consumed: a resumed run goes on after them."""
+        self._committed = self._taken if taken is None else taken
 
     def rollback(self) -> None:
         """Nothing; prompts taken since the last commit will be handed out again."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]  # abort: cut before its end, to be continued or dropped
 
 
 @dataclass
@@ -22,6 +22,15 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class VersionSegment:
+    """Response tokens start <= place < end, sampled under one weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass
 class Sample:
     """One response to one prompt. Lists and tensors over the response have the same length."""
@@ -32,11 +41,13 @@ class Sample:
     rollout_logprobs: list[float]  # of the sampled tokens, at the sampling temperature, as the engine reports them
     temperature: float
     finish_reason: FinishReason
-    weight_version: int
+    weight_version: int  # of the first token
+    version_segments: list[VersionSegment] = field(default_factory=list)  # empty: all tokens are of weight_version
     response_text: str = ""  # decoded without special tokens; only graders and dumps read it
     reward: float = 0.0
     advantages: torch.Tensor | None = None  # [response] fp32
-    old_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
+    policy_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
+    old_logprobs: torch.Tensor | None = None  # [response] fp32: what an update's ratio is taken to
     reference_logprobs: torch.Tensor | None = None  # [response] fp32, by the frozen reference policy
     entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
 

@@ -85,13 +85,18 @@ def kl_cov(
     *,
     beta: float,
     estimator: Literal["abs", "k3"] = "abs",
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """-A r, plus beta times the penalty on the selected tokens; no PPO clip (Eq. 14).
+
+    `importance` multiplies -A r alone.
 
     `abs` is |logprob - old_logprob| (the paper's code; its gradient is 0 where the two are equal), `k3` an estimator of
     KL(old || new) from tokens that the old policy sampled.
     """
     loss = -advantage * probability_ratio(logprob, old_logprob)
+    if importance is not None:
+        loss = loss * importance
     penalty = _difference(logprob, old_logprob).abs() if estimator == "abs" else kl_old_new(logprob, old_logprob)
     return loss + torch.where(selected, beta * penalty, 0.0)
 

@@ -17,6 +17,7 @@ from megarl.objective.covariance import (
     select_top,
     token_covariance,
 )
+from megarl.objective.importance import RolloutCorrectionConfig
 
 
 class ClipCovConfig(BaseModel):
@@ -95,6 +96,7 @@ class ObjectiveConfig(BaseModel):
         0.0, allow_inf_nan=False, description="Weight of the entropy bonus (temperature 1, with gradient)."
     )
     reference_kl: ReferenceKlConfig = Field(default_factory=ReferenceKlConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     reduction: losses.Reduction = Field(
         "token_mean", description="How token losses become the loss of a mini-batch, over all ranks and micro-batches."
     )
@@ -113,6 +115,10 @@ class ObjectiveConfig(BaseModel):
             )
         if self.discount != 1.0 and self.advantage != "reinforce_plus_plus":
             raise ValueError(f"discount belongs to advantage = reinforce_plus_plus, not {self.advantage}")
+        if self.rollout_correction.reject != "off" and self.covariance_scope == "microbatch":
+            raise ValueError(
+                "rollout_correction.reject needs covariance_scope = minibatch: the released code rejects none"
+            )
         if not self.advantage_normalize_std and self.advantage != "grpo":
             raise ValueError(f"advantage_normalize_std belongs to advantage = grpo, not {self.advantage}")
         return self
@@ -139,6 +145,7 @@ class TokenInputs:
     entropy: torch.Tensor | None = None  # fp32 nats at temperature 1
     reference_logprob: torch.Tensor | None = None  # fp32
     selected: torch.Tensor | None = None  # bool: Clip-Cov's or KL-Cov's tokens
+    importance: torch.Tensor | None = None  # fp32: multiplies the surrogate, and no penalty
 
 
 @dataclass
@@ -238,16 +245,22 @@ def _surrogate(
     """(token loss, whether PPO's clipping acts) of the configured policy loss."""
     logprob, old, advantage = inputs.logprob, inputs.old_logprob, inputs.advantage
     low, high = config.clip_range
-    if config.loss == "ppo":
-        return losses.clipped_surrogate(
+    if config.loss == "kl_cov":
+        assert selected is not None, "Cov losses need the selection over the mini-batch"
+        settings = config.kl_cov
+        loss = losses.kl_cov(
+            logprob, old, advantage, selected,
+            beta=settings.beta, estimator=settings.estimator, importance=inputs.importance,
+        )  # fmt: skip
+        return loss, torch.zeros_like(selected)
+    if config.loss == "clip_cov":
+        assert selected is not None, "Cov losses need the selection over the mini-batch"
+        loss, clipped = losses.clip_cov(logprob, old, advantage, selected, clip_low=low, clip_high=high)
+    else:
+        loss, clipped = losses.clipped_surrogate(
             logprob, old, advantage, clip_low=low, clip_high=high, dual_clip=config.dual_clip
         )
-    assert selected is not None, "Cov losses need the selection over the mini-batch"
-    if config.loss == "clip_cov":
-        return losses.clip_cov(logprob, old, advantage, selected, clip_low=low, clip_high=high)
-    settings = config.kl_cov
-    loss = losses.kl_cov(logprob, old, advantage, selected, beta=settings.beta, estimator=settings.estimator)
-    return loss, torch.zeros_like(selected)
+    return (loss if inputs.importance is None else loss * inputs.importance), clipped
 
 
 def _ppo_clipped(

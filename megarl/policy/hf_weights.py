@@ -203,6 +203,21 @@ def gather_hf_tensors(
     yield from _gather_over_stages(chunks, shape, layout, attribute)
 
 
+def hf_tensor_shapes(chunks: list[PolicyModel], shape: ModelShape, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """What `gather_hf_tensors` yields, by name and shape, without gathering a value. Collective over pipeline ranks."""
+    own: dict[str, tuple[int, ...]] = {}
+    for chunk in chunks:
+        for parameter, rule, layer in _model_rules(chunk, shape):
+            shards = [torch.empty_like(parameter, device="meta")] * layout.tensor_size
+            tensors = _assemble(rule, shards, shape)
+            own |= {name.format(layer=layer): tuple(t.shape) for name, t in zip(rule.hf, tensors, strict=True)}
+    if layout.pipeline_size == 1:
+        return own
+    stages: list[dict[str, tuple[int, ...]]] = [own] * layout.pipeline_size
+    dist.all_gather_object(stages, own, group=layout.pipeline_group)
+    return {name: size for stage in stages for name, size in stage.items()}
+
+
 def _gather_one(
     tensor: torch.Tensor, rule: WeightRule, layer: int, shape: ModelShape, layout: Layout
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 
 from megarl.data.batching import balance
-from megarl.data.samples import Sample
+from megarl.data.samples import Prompt, Sample
+from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
 from megarl.objective.objective import LossOutput, TokenInputs
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
-from megarl.policy.hf_weights import gather_hf_tensors, load_hf_weights
+from megarl.policy.hf_weights import gather_hf_tensors, hf_tensor_shapes, load_hf_weights
 from megarl.policy.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -62,6 +63,8 @@ class TokenTable:
     old_logprobs: torch.Tensor  # [N] fp32
     reference_logprobs: torch.Tensor | None = None  # [N] fp32
     selected: torch.Tensor | None = None  # [N] bool
+    importance: torch.Tensor | None = None  # [N] fp32: correction for what sampled the tokens
+    kept: torch.Tensor | None = None  # [N] bool: tokens that the correction did not reject; None: all
 
 
 @dataclass
@@ -213,12 +216,21 @@ class MegatronPolicy:
         optimizer.step_with_ready_grads()
         return grad_norm, False
 
-    def hf_tensors(self, attribute: str = "data") -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self, attribute: str = "data") -> NamedTensors:
         """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks.
 
         `attribute="main_grad"` gives the summed gradients of the last update instead, after clipping.
         """
-        return gather_hf_tensors(self.chunks, self.shape, self.layout, attribute=attribute)
+        return NamedTensors(
+            shapes=hf_tensor_shapes(self.chunks, self.shape, self.layout),
+            stream=lambda: gather_hf_tensors(self.chunks, self.shape, self.layout, attribute=attribute),
+            score=self._token_logprobs,
+        )
+
+    def _token_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[tokens - 1] fp32: log-probs at temperature 1 of all tokens but the first."""
+        prompt = Prompt(index=0, data_source="probe", token_ids=list(token_ids[:1]), ground_truth="")
+        return self.score([Sample(prompt, 0, list(token_ids[1:]), [], 1.0, "length", 0)]).logprobs.cpu()
 
     def save_hf(self, folder: str | Path) -> None:
         """Nothing; writes an HF folder (weights, config, tokenizer) beside `folder` and renames it into place."""
@@ -344,6 +356,7 @@ def _token_inputs(
         entropy=entropies,
         reference_logprob=pick(table.reference_logprobs),
         selected=pick(table.selected),
+        importance=pick(table.importance),
     )
 
 

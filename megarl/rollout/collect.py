@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Collected:
     groups: int
     generated: list[Sample]  # all that was generated, before filtering
     rounds: int
+    taken: int  # place of the cursor after this step's prompts: to be committed when the step trains on them
     metrics: dict[str, float]
 
 
@@ -35,8 +37,9 @@ def collect_groups(
     """`wanted` groups, or fewer when `max_rounds` rounds of generation did not yield them (with a warning).
 
     `sample_groups(prompts, round)` generates and grades all samples of the prompts. With `filter_groups`, groups whose
-    rewards are all the same are dropped: their advantages are zero. What was taken from the cursor is committed.
+    rewards are all the same are dropped: their advantages are zero. Nothing is committed to the cursor.
     """
+    began = time.perf_counter()
     kept: list[list[Sample]] = []
     generated: list[Sample] = []
     tried = surplus = rounds = 0
@@ -52,7 +55,6 @@ def collect_groups(
         useful = [group for group in groups if not filter_groups or len({sample.reward for sample in group}) > 1]
         surplus += max(0, len(useful) - missing)
         kept += useful[:missing]
-    cursor.commit()
     if len(kept) < wanted:
         logger.warning(
             "after %d generation rounds %d of %d wanted groups have differing rewards; training on those",
@@ -63,10 +65,14 @@ def collect_groups(
     for order, group in enumerate(kept):
         for sample in group:
             sample.group = order
+    seconds = time.perf_counter() - began
     metrics = {
         "rollout/rounds": float(rounds),
         "rollout/groups_kept": float(len(kept)),
         "rollout/groups_filtered": float(tried - len(kept) - surplus),
         "rollout/groups_surplus": float(surplus),
+        "rollout/generation_seconds": seconds,
+        "rollout/tokens_per_second": sum(sample.response_length for sample in generated) / seconds,
     }
-    return Collected([sample for group in kept for sample in group], len(kept), generated, rounds, metrics)
+    samples = [sample for group in kept for sample in group]
+    return Collected(samples, len(kept), generated, rounds, cursor.taken, metrics)

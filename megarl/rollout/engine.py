@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Protocol
 
 from megarl.data.samples import Prompt, Sample
-
-
-class RolloutConfig(BaseModel):
-    """How responses are generated."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    engine: Literal["in_process"] = Field(
-        "in_process", description="What generates: in_process is transformers in the training process."
-    )
-    samples_per_prompt: int = Field(8, ge=1, description="Responses to each prompt; they form one group.")
-    temperature: float = Field(
-        1.0, ge=0, le=100, description="Sampling temperature; 0 is greedy, with log-probs reported at temperature 1."
-    )
-    max_response_length: int = Field(1024, ge=1, description="Tokens of a response at most, its end token included.")
-    batch_size: int = Field(256, ge=1, description="Sequences generated at once by one rank (in_process).")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Number format of weights and activations in generation (in_process)."
-    )
+from megarl.data.weights import NamedTensors
 
 
 @dataclass(frozen=True)
@@ -46,23 +25,36 @@ class GenerationRequest:
     temperature: float
     max_response_length: int
     key: tuple[int, ...]
+    begun: Sample | None = None  # what an earlier, aborted attempt sampled; the response goes on from there
 
 
 class RolloutEngine(Protocol):
     """Generates under the weights that it was handed last."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample | None]:
         """One sample per request, in the order of the requests, with reward 0 still to be set.
 
-        Raises UserError for a prompt that the model cannot take.
+        `on_sample` is called with each sample that is finished as soon as it is, in any order. A sample with finish
+        reason `abort` was cut by the cap on long tails. None stands where no server is left that holds the current
+        weights: they have to be handed over again. Raises UserError for a prompt that the model cannot take.
         """
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, weights: NamedTensors, version: int) -> None:
         """Nothing; from now on samples come from these weights, given whole under their HF names, as `version`.
 
-        Raises UserError when the names or shapes are not exactly the model's.
+        Collective over the job's ranks. Raises UserError when the names or shapes are not exactly the model's.
         """
+        ...
+
+    def rest(self) -> None:
+        """Nothing; the engine generates no more until the next `update_weights` and may free memory for training."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What this rank's part of the engine counted since the last call; to be summed over ranks."""
         ...
 
     def close(self) -> None:

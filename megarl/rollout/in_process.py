@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from megarl.data.samples import Sample
 from megarl.errors import UserError
-from megarl.rollout.engine import GenerationRequest, RolloutConfig
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.key_value_cache import generation_cache
 from megarl.rollout.sampling import KeyedNumbers, KeyedSampler
 
@@ -35,13 +36,15 @@ class InProcessEngine:
         self._tokenizer = tokenizer
         self._batch_size = config.batch_size
         self._device = torch.device(device)
-        self._end_ids = _end_ids(Path(folder), tokenizer)
+        self._end_ids = end_ids(Path(folder), tokenizer)
         self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._model = _build_model(Path(folder), getattr(torch, config.dtype), self._device)
         self._max_positions = self._model.config.max_position_embeddings
         self._version: int | None = None
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample | None]:
         """One sample per request, in their order. Raises UserError for a prompt too long for the model's positions."""
         if self._version is None:
             raise RuntimeError("generate before the first update_weights: the engine holds no weights")
@@ -57,10 +60,12 @@ class InProcessEngine:
             batch = self._generate_batch([requests[place] for place in places], self._version)
             for place, sample in zip(places, batch, strict=True):
                 samples[place] = sample
-        return [sample for sample in samples if sample is not None]
+                if on_sample is not None:
+                    on_sample(sample)
+        return samples
 
     @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Nothing; the model holds these weights. The iterable is read to its end even when a tensor is wrong.
 
         Of tied weights either name or both may come. Raises UserError naming missing, unknown and misshapen tensors.
@@ -68,7 +73,7 @@ class InProcessEngine:
         own = self._model.state_dict(keep_vars=True)
         filled: set[int] = set()
         problems: list[str] = []
-        for name, tensor in named_tensors:
+        for name, tensor in weights:
             if name not in own:
                 problems.append(f"{name} is not in the model")
             elif tensor.shape != own[name].shape:
@@ -87,6 +92,13 @@ class InProcessEngine:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise UserError(f"weights do not fit the rollout model: {shown}")
         self._version = version
+
+    def rest(self) -> None:
+        """Nothing; the model keeps its memory, which it shares with nothing."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Empty: nothing can go wrong here that is not an exception."""
+        return {}
 
     def close(self) -> None:
         """Nothing; the model's memory is free."""
@@ -196,7 +208,7 @@ def _build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _end_ids(folder: Path, tokenizer: Any) -> set[int]:
+def end_ids(folder: Path, tokenizer: Any) -> set[int]:
     """The tokenizer's end token and those that the folder's generation_config.json adds (chat models have several)."""
     ids = {int(tokenizer.eos_token_id)}
     if (folder / "generation_config.json").is_file():

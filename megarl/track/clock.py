@@ -20,10 +20,8 @@ class PhaseClock:
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """`time/<phase>` and `time/step` in seconds, and the generation speed for `tokens` sampled tokens."""
+    def metrics(self) -> dict[str, float]:
+        """`time/<phase>` and `time/step` in seconds."""
         result = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         result["time/step"] = time.perf_counter() - self._began
-        if self._seconds.get("generation"):
-            result["rollout/tokens_per_second"] = tokens / self._seconds["generation"]
         return result

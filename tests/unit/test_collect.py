@@ -42,7 +42,10 @@ def test_groups_with_equal_rewards_are_dropped_and_replaced() -> None:
     assert asked[0] == [0, 1, 2, 3] and asked[1][:2] == [4, 5]
     assert collected.metrics["rollout/groups_filtered"] == 2
     taken = sum(map(len, asked))
-    assert cursor.state_dict()["position"] == taken == len(collected.generated) / 2
+    assert collected.taken == taken == len(collected.generated) / 2
+    assert cursor.state_dict()["position"] == 0, "prompts count as consumed only when a step trains on them"
+    cursor.commit(collected.taken)
+    assert cursor.state_dict()["position"] == taken % 20
     assert taken == 4 + 2 + collected.metrics["rollout/groups_surplus"]
 
 

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.data.generated import write_tokenizer
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
-from megarl.rollout.engine import GenerationRequest, RolloutConfig
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.in_process import InProcessEngine
 from megarl.rollout.sampling import KeyedNumbers, inverse_cdf
 
