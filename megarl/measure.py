@@ -29,10 +29,10 @@ def measure_rollout(rollout: Collected) -> dict[str, float]:
     metrics |= {f"entropy/{source}": sequence_mean_entropy(samples) for source, samples in by_source.items()}
     metrics["entropy/seq_mean"] = sequence_mean_entropy(rollout.samples)
     metrics["entropy/token_mean"] = token_mean_entropy(rollout.samples)
-    return metrics | _logprob_difference(rollout.samples)
+    return metrics | logprob_difference(rollout.samples)
 
 
-def _logprob_difference(samples: Sequence[Sample]) -> dict[str, float]:
+def logprob_difference(samples: Sequence[Sample]) -> dict[str, float]:
     """|log-prob by the policy - log-prob by the rollout engine| over all tokens."""
     import torch
 
