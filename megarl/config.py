@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megarl.data.prompts import DataConfig
 from megarl.errors import UserError
 from megarl.objective.objective import ObjectiveConfig
+from megarl.policy.checkpoint import CheckpointConfig
 from megarl.policy.megatron import PolicyConfig
 from megarl.policy.model import ModelConfig
 from megarl.policy.optimizer import OptimizerSection
@@ -27,8 +28,8 @@ class RunSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    folder: str = Field(description="Run folder; made by the run, which refuses one that already holds a run.")
-    overwrite: bool = Field(False, description="Delete what an earlier run left in the folder.")
+    folder: str = Field(description="Run folder; a run that is already in it goes on from its newest checkpoint.")
+    overwrite: bool = Field(False, description="Delete what an earlier run left in the folder and begin anew.")
     seed: int = Field(1, ge=0, description="Seed of sampling, token selection and data order.")
 
 
@@ -95,6 +96,7 @@ class RunConfig(BaseModel):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
 
 class SftSection(BaseModel):
@@ -118,6 +120,7 @@ class SftConfig(BaseModel):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str], kind: type[Config]) -> Config:
@@ -187,5 +190,7 @@ def _allowed_keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> lis
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
-    """Nothing; writes the resolved config as YAML."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Nothing; writes the resolved config as YAML, whole at once: other ranks may be reading an earlier one."""
+    beside = Path(path).with_suffix(".part")
+    beside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    beside.rename(path)

@@ -9,22 +9,24 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.config import EvaluationSet, RunConfig, save_config
+from megarl.config import EvaluationSet, RunConfig, SftConfig, save_config
 from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import evaluation_prompts, summarise
+from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
+from megarl.resume import CHECKPOINTS, RunState, check_earlier_run
 from megarl.reward.functions import reward_function, score_samples
 from megarl.rollout.build import build_engine
 from megarl.rollout.collect import Collected, collect_groups
@@ -32,13 +34,16 @@ from megarl.rollout.distribute import generate_everywhere
 from megarl.rollout.engine import GenerationRequest, RolloutEngine
 from megarl.rollout.job import gather
 from megarl.rollout.lagged import BatchesAhead, HandOvers
-from megarl.rollout.mismatch import check_mismatch, sampling_logprobs
+from megarl.rollout.mismatch import check_mismatch, mismatch, sampling_logprobs
+from megarl.stop import StopRequest
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
 
 logger = logging.getLogger(__name__)
 
-TRAINING, EVALUATION = 0, 1  # first part of every sampling key, so that the two never share random numbers
+CHECKED_PROMPTS, CHECKED_TOKENS = 8, 32  # of the comparison of engine and policy after a resume
+
+TRAINING, EVALUATION, CHECK = 0, 1, 2  # part of every sampling key, so that they never share random numbers
 
 
 def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -49,18 +54,37 @@ def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[
     return given[0], given[1:]
 
 
-def prepare_run_folder(folder: str, overwrite: bool, config: Any) -> Path:
-    """The run folder, made new on rank 0. Raises UserError when it already holds a run."""
-    path = Path(folder)
-    # Rank 0 alone looks and makes: another rank might look after it was made.
+def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelShape) -> Path:
+    """The run folder with this config in it. Raises UserError when it holds a run that the config does not go on with.
+
+    `kind` is the program, train or sft. With `run.overwrite` an earlier run is deleted.
+    """
+    path = Path(config.run.folder)
+    if not config.run.overwrite:
+        check_earlier_run(path, kind, config, shape)
+    # Rank 0 alone deletes and makes: another rank might look in between.
     if os.environ.get("RANK", "0") == "0":
-        if (path / "config.yaml").exists():
-            if not overwrite:
-                raise UserError(f"run.folder = {path} already holds a run; choose another or set run.overwrite=true")
-            shutil.rmtree(path)
-        path.mkdir(parents=True, exist_ok=True)
-        save_config(config, path / "config.yaml")
+        try:
+            if config.run.overwrite and (path / "config.yaml").exists():
+                shutil.rmtree(path)
+            path.mkdir(parents=True, exist_ok=True)
+            save_config(config, path / "config.yaml")
+        except OSError as error:
+            raise UserError(f"run.folder = {path} cannot be written: {error.strerror}") from error
     return path
+
+
+def open_checkpoints(kind: str, config: RunConfig | SftConfig, policy: MegatronPolicy, layout: Layout) -> Checkpoints:
+    """The checkpoints of a run; collective over the job."""
+    parallel = {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "data": layout.data_size,
+        "world_size": layout.world_size,
+    }
+    tree = config.model_dump(mode="json")
+    root = Path(config.run.folder) / CHECKPOINTS
+    return Checkpoints(root, config.checkpoint, policy, kind=kind, run_config=tree, parallel=parallel)
 
 
 def one_rank_warns(layout: Layout) -> None:
@@ -95,6 +119,8 @@ class Session:
     evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
+    checkpoints: Checkpoints | None  # of a run that trains
+    state: RunState  # what the first step starts from
     rollout_group: dist.ProcessGroup | None = None  # all ranks, for batches ahead beside the policy's own exchanges
     hand_overs: HandOvers = field(default_factory=HandOvers)
     batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
@@ -112,15 +138,21 @@ class Session:
             for settings in config.evaluation.sets
         ]
         reward_function(config.reward)
-        folder = prepare_run_folder(config.run.folder, config.run.overwrite, config) if trains else None
+        folder = prepare_run_folder("train", config, shape) if trains else None
         layout = initialize(config.parallel, config.run.seed)
         one_rank_warns(layout)
         speaks = layout.rank == 0 and folder is not None
+        policy = _policy(config, shape, layout, trains=trains)
+        cursor = PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        checkpoints = open_checkpoints("train", config, policy, layout) if trains else None
+        state = RunState.of(checkpoints.restore() if checkpoints else None)
+        if state.cursor is not None:
+            cursor.load_state_dict(state.cursor)
         return cls(
             config=config,
             layout=layout,
             tokenizer=tokenizer,
-            policy=_policy(config, shape, layout, trains=trains),
+            policy=policy,
             reference=_policy(config, shape, layout, trains=False)
             if trains and config.objective.reference_kl.coefficient > 0
             else None,
@@ -134,10 +166,12 @@ class Session:
                 folder=folder,
                 seed=config.run.seed,
             ),
-            cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+            cursor=cursor,
             evaluation_sets=evaluation_sets,
-            records=RunLogger(folder) if speaks and folder else None,
+            records=RunLogger(folder, next_step=state.step) if speaks and folder else None,
             console=Console(total_steps=config.loop.steps) if speaks else None,
+            checkpoints=checkpoints,
+            state=state,
         )
 
     def hand_over_weights(self, version: int) -> None:
@@ -153,6 +187,65 @@ class Session:
             for name, value in share.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
+
+    def check_engine_after_resume(self, step: int) -> None:
+        """Nothing; a few responses, which nobody trains on, have one log-prob by the engine and by the policy.
+
+        Raises RuntimeError when they differ by more than `checkpoint.largest_logprob_difference` on average.
+        """
+        prompts = self.cursor.take(CHECKED_PROMPTS)
+        self.cursor.rollback()
+        requests = [
+            GenerationRequest(
+                prompt=prompt,
+                group=order,
+                sample_index=order,
+                temperature=self.config.rollout.temperature,
+                max_response_length=min(self.config.rollout.max_response_length, CHECKED_TOKENS),
+                key=(self.config.run.seed, CHECK, step),
+            )
+            for order, prompt in enumerate(prompts)
+        ]
+        samples = generate_everywhere(self.engine, requests, lambda own: None, self._hand_over_again)
+        self.attach_scores(samples)
+        difference = mismatch(samples)["rollout/logprob_diff_mean"]
+        limit = self.config.checkpoint.largest_logprob_difference
+        if not difference <= limit:
+            raise RuntimeError(
+                f"after the resume at step {step} the rollout engine's log-probs differ from the policy's by "
+                f"{difference:.3g} nats on average (checkpoint.largest_logprob_difference = {limit}): it does not "
+                "serve the restored weights"
+            )
+        logger.info("resumed at step %d; log-probs of engine and policy differ by %.2g nats", step, difference)
+
+    def state_before(self, step: int, law_points: Sequence[tuple[float, float]]) -> RunState:
+        """What `step` starts from, to be taken before the step consumes prompts."""
+        return RunState(
+            step=step,
+            cursor=self.cursor.state_dict(),
+            law_points=list(law_points),
+            sampling_key=[self.config.run.seed, step],
+            trackers=self.records.trackers() if self.records else {},
+        )
+
+    def stops(self, stop: StopRequest, state: RunState) -> bool:
+        """Whether the run ends here because it was asked to, its state saved; else saves `state` if it is due.
+
+        The policy must be as it was when `state` was taken.
+        """
+        assert self.checkpoints is not None
+        signal = stop.agreed()
+        step, every = state.step, self.config.checkpoint.every
+        if step > 0 and (signal or step % every == 0 or step == self.config.loop.steps):
+            if self.records is not None:
+                self.records.flush_to_disk()
+            self.checkpoints.save(step, asdict(state))
+        else:
+            self.checkpoints.poll()
+        if signal:
+            self.checkpoints.finish()
+            logger.warning("stopped by %s before step %d; the same command goes on from there", signal, step)
+        return signal is not None
 
     def collect(self, step: int) -> Collected:
         """The graded groups that this step trains on; with `rollout.lag` the next ones are generated meanwhile."""

@@ -1,7 +1,8 @@
 """The reinforcement-learning loop: `torchrun --nproc-per-node N -m megarl.train CONFIG.yaml [section.key=value ...]`.
 
 Each step: roll out -> reward -> filter -> measure entropy -> advantages -> updates -> hand the weights over. The step
-after the last update measures the final policy and trains nothing.
+after the last update measures the final policy and trains nothing. A run folder that holds a run goes on from its
+newest checkpoint; SIGTERM and SIGUSR1 save and end the run.
 """
 
 from __future__ import annotations
@@ -15,17 +16,27 @@ from megarl.learn import learn
 from megarl.measure import measure_law, measure_rollout
 from megarl.objective.objective import objective_warnings
 from megarl.session import Session, logger, one_config_argument
+from megarl.stop import StopRequest
 from megarl.track.clock import PhaseClock
 
 
-def train(session: Session) -> None:
-    """Nothing; runs all steps of the session's config and leaves the records in its run folder."""
+def train(session: Session, stop: StopRequest) -> None:
+    """Nothing; runs the steps of the session's config that are left, and leaves records and checkpoints in its folder.
+
+    When asked to stop, it saves and returns: at once between steps, else before the step's first update or after its
+    last one.
+    """
     config = session.config
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
         logger.warning(warning)
-    law_points: list[tuple[float, float]] = []
-    session.hand_over_weights(version=0)
-    for step in range(config.loop.steps + 1):
+    law_points = session.state.law_points
+    session.hand_over_weights(version=session.state.step)
+    if session.state.step > 0:
+        session.check_engine_after_resume(session.state.step)
+    for step in range(session.state.step, config.loop.steps + 1):
+        state = session.state_before(step, law_points)
+        if session.stops(stop, state):
+            return
         final = step == config.loop.steps
         clock = PhaseClock()
         metrics: dict[str, float] = {}
@@ -38,8 +49,11 @@ def train(session: Session) -> None:
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
-            law_points.append((metrics["entropy/seq_mean"], metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]))
+            accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
+            law_points = [*law_points, (metrics["entropy/seq_mean"], accuracy)]
             metrics |= measure_law(law_points)
+        if stop.agreed() and session.stops(stop, state):
+            return  # nothing was trained: the step is done again, from the same random numbers
         if not final and rollout.samples:
             with clock("update"):
                 session.engine.rest()
@@ -49,6 +63,8 @@ def train(session: Session) -> None:
         metrics |= session.engine_metrics()
         metrics |= clock.metrics()
         session.record(step, metrics, rollout.samples)
+    assert session.checkpoints is not None
+    session.checkpoints.finish()
     if config.loop.save_hf:
         session.policy.save_hf(f"{config.run.folder}/final_hf")
 
@@ -57,11 +73,12 @@ def train(session: Session) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
     path, overrides = one_config_argument("megarl.train", arguments)
-    session = Session.start(load_config(path, overrides, RunConfig))
-    try:
-        train(session)
-    finally:
-        session.close()
+    with StopRequest() as stop:
+        session = Session.start(load_config(path, overrides, RunConfig))
+        try:
+            train(session, stop)
+        finally:
+            session.close()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,22 +20,27 @@ FAMILIES = {
 }
 
 
-def write_tiny_model(folder: Path, family: str, *, tied: bool, layers: int = 4) -> Path:
-    """The folder of a random model with grouped-query attention, weights large enough to make attention matter."""
+def write_tiny_model(
+    folder: Path, family: str, *, tied: bool, layers: int = 4, heads: int = 2, **settings: Any
+) -> Path:
+    """The folder of a random model with `heads` of its 4 heads for keys and values; `settings` go into its config.
+
+    The weights are large enough to make attention matter.
+    """
     extra = {"qwen2": {}, "qwen3": {"head_dim": 32}, "llama": {}, "mistral": {"head_dim": 24, "sliding_window": None}}
-    config = FAMILIES[family](
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        **extra[family],
-    )
+    own = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = FAMILIES[family](**{**own, **extra[family], **settings})
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -91,6 +91,7 @@ def run_ours(folder: Path, steps: int) -> None:
 
     from megarl.config import RunConfig, load_config
     from megarl.session import Session
+    from megarl.stop import StopRequest
     from megarl.train import train
 
     torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def run_ours(folder: Path, steps: int) -> None:
 
     session.record = record_and_report  # type: ignore[method-assign]
     turns.wait()
-    train(session)
+    train(session, StopRequest())
 
 
 def time_the_inner_parts(session: Any) -> Stopwatch:

@@ -155,34 +155,19 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, Any]:
         """The committed place: epoch, position in it, and what it is a place in (data set, seed, shuffle)."""
-        epoch, position = divmod(self._committed, len(self._prompts))
-        return {
-            "epoch": epoch,
-            "position": position,
-            "fingerprint": self._fingerprint,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
-        }
+        return _place(self._order, self._committed, self._fingerprint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing; goes on at a saved place. Raises UserError for another data set, seed or shuffle setting."""
-        own = self.state_dict()
-        if state["fingerprint"] != own["fingerprint"]:
-            raise UserError(
-                f"the saved data cursor belongs to another data set (fingerprint {state['fingerprint'][:12]}, "
-                f"these files have {own['fingerprint'][:12]}): resume with the same files, tokenizer and data settings"
-            )
-        for name in ("seed", "shuffle"):
-            if state[name] != own[name]:
-                raise UserError(f"the saved data cursor has {name} = {state[name]}, this run {own[name]}; keep it")
-        self._committed = self._taken = state["epoch"] * len(self._prompts) + state["position"]
+        self._committed = self._taken = _saved_place(state, self.state_dict(), len(self._prompts))
 
 
 class DemonstrationCursor:
-    """Hands out demonstrations in a new order every epoch."""
+    """Hands out demonstrations in a new order every epoch, and goes on at a saved place."""
 
     def __init__(self, demonstrations: Sequence[Sample], *, seed: int) -> None:
         self._demonstrations = demonstrations
+        self._fingerprint = _demonstration_fingerprint(demonstrations)
         self._order = EpochOrder(len(demonstrations), seed=seed, shuffle=True)
         self._taken = 0
 
@@ -191,6 +176,38 @@ class DemonstrationCursor:
         places = self._order.places(self._taken, count)
         self._taken += count
         return [self._demonstrations[place] for place in places]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last one taken, and what it is a place in."""
+        return _place(self._order, self._taken, self._fingerprint)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing; goes on at a saved place. Raises UserError for other demonstrations or another seed."""
+        self._taken = _saved_place(state, self.state_dict(), len(self._demonstrations))
+
+
+def _place(order: EpochOrder, taken: int, fingerprint: str) -> dict[str, Any]:
+    epoch, position = divmod(taken, order.size)
+    return {
+        "epoch": epoch,
+        "position": position,
+        "fingerprint": fingerprint,
+        "seed": order.seed,
+        "shuffle": order.shuffle,
+    }
+
+
+def _saved_place(state: dict[str, Any], own: dict[str, Any], size: int) -> int:
+    """How many were taken at a saved place. Raises UserError when it is a place in something else."""
+    if state["fingerprint"] != own["fingerprint"]:
+        raise UserError(
+            f"the saved data cursor belongs to another data set (fingerprint {state['fingerprint'][:12]}, "
+            f"these files have {own['fingerprint'][:12]}): resume with the same files, tokenizer and data settings"
+        )
+    for name in ("seed", "shuffle"):
+        if state[name] != own[name]:
+            raise UserError(f"the saved data cursor has {name} = {state[name]}, this run {own[name]}; keep it")
+    return state["epoch"] * size + state["position"]
 
 
 class EpochOrder:
@@ -306,4 +323,11 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         row = [prompt.index, prompt.data_source, prompt.token_ids, prompt.ground_truth]
         digest.update(json.dumps(row).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _demonstration_fingerprint(demonstrations: Sequence[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in demonstrations:
+        digest.update(json.dumps([sample.prompt.token_ids, sample.response_ids]).encode() + b"\n")
     return digest.hexdigest()

@@ -3,46 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UserError
-from megarl.policy.families.table import EMBEDDING, FINAL_NORM, OUTPUT, Sharding, WeightRule
+from megarl.policy.families.table import COMPUTED_TENSORS, EMBEDDING, FINAL_NORM, OUTPUT, Sharding, WeightRule
 from megarl.policy.mcore import tensor_parallel
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
 
 
 class SafetensorsFolder:
-    """The tensors of an HF folder by name, over one file or several with an index; slices are read on demand."""
+    """The tensors of an HF folder by name, over one file or several with an index; slices are read on demand.
+
+    A file is opened for one read at a time: pages of a file that stays mapped would count as this process's memory.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            files = ["model.safetensors"]
-        self._where: dict[str, Any] = {}
-        for name in files:
-            if not (folder / name).is_file():
-                raise UserError(f"{folder}: weight file {name} is missing")
-            handle: Any = safe_open(folder / name, framework="pt")
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+        """Reads the names. Raises UserError for a missing or broken file, and for a name that two files hold."""
+        self._folder = folder = Path(folder)
+        self._file_of: dict[str, Path] = {}
+        for path in _weight_files(folder):
+            with self._open(path) as file:
+                names = list(file.keys())
+            for name in names:
+                if name in self._file_of:
+                    raise UserError(f"{folder}: {name} is both in {self._file_of[name].name} and in {path.name}")
+                self._file_of[name] = path
 
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
+        with self._open(self._file_of[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
 
-    def slice(self, name: str) -> Any:
-        return self._where[name].get_slice(name)
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's number format. Raises UserError for one that is not a floating-point format of models."""
+        with self._open(self._file_of[name]) as file:
+            stored = file.get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise UserError(f"{self._folder}: {name} is stored as {stored}; allowed: {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
+
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
+        """A tensor of its own memory: the slices of the stored one, or the whole."""
+        with self._open(self._file_of[name]) as file:
+            return file.get_slice(name)[slices or ...].clone()
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that an HF folder's weights are in."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is not an index of weight files: {error}") from error
+    elif (folder / "model.safetensors").is_file() or not list(folder.glob("*.bin")):
+        names = ["model.safetensors"]
+    else:
+        raise UserError(
+            f"{folder} has its weights as .bin files; save it anew with transformers, which writes safetensors"
+        )
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: weight file {name} is missing")
+    return [folder / name for name in names]
 
 
 def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -74,8 +115,10 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def check_tensors(folder: str | Path, source: SafetensorsFolder, shape: ModelShape) -> None:
     """Nothing, or a UserError that lists missing, unexpected and mis-shaped tensors."""
     expected = expected_tensors(shape)
-    # A tied model may store its output weight a second time; it is the embedding.
-    found = source.names() - (set(OUTPUT.hf) if shape.tied else set())
+    found = {name for name in source.names() if not name.endswith(COMPUTED_TENSORS)}
+    if shape.tied and OUTPUT.hf[0] in found:
+        found.remove(OUTPUT.hf[0])
+        _check_tied(folder, source)
     problems = [f"missing {name}" for name in sorted(set(expected) - found)]
     problems += [f"unexpected {name}" for name in sorted(found - set(expected))]
     problems += [
@@ -88,7 +131,18 @@ def check_tensors(folder: str | Path, source: SafetensorsFolder, shape: ModelSha
         raise UserError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
 
 
-def _model_rules(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
+def _check_tied(folder: str | Path, source: SafetensorsFolder) -> None:
+    """Nothing, or a UserError: a tied model may store its output weight a second time, as the embedding it is."""
+    embedding, output = EMBEDDING.hf[0], OUTPUT.hf[0]
+    same = source.shape(embedding) == source.shape(output) and source.dtype(embedding) == source.dtype(output)
+    for start in range(0, source.shape(output)[0] if same else 0, 4096):
+        rows = slice(start, start + 4096)
+        same = same and torch.equal(source.read(embedding, rows), source.read(output, rows))
+    if not same:
+        raise UserError(f"{folder}: config.json ties {output} to {embedding}, but the weights hold two different ones")
+
+
+def model_rules(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
     """This chunk's parameters with their rules and global layer numbers (-1 outside the layers)."""
     if chunk.pre_process:
         yield chunk.get_parameter(EMBEDDING.megatron), EMBEDDING, -1
@@ -101,15 +155,16 @@ def _model_rules(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.
             yield chunk.get_parameter(OUTPUT.megatron), OUTPUT, -1
 
 
-def _rows(tensor: Any, rank: int, ranks: int) -> torch.Tensor:
-    count = tensor.get_shape()[0] // ranks
-    return tensor[rank * count : (rank + 1) * count]
+def _rows(source: SafetensorsFolder, name: str, rank: int, ranks: int) -> torch.Tensor:
+    count = source.shape(name)[0] // ranks
+    return source.read(name, slice(rank * count, (rank + 1) * count))
 
 
-def _vocabulary_rows(tensor: Any, rank: int, rows: int) -> torch.Tensor:
-    vocabulary, hidden = tensor.get_shape()
-    part = tensor[min(rank * rows, vocabulary) : min((rank + 1) * rows, vocabulary)]
-    return torch.cat([part, part.new_zeros(rows - part.shape[0], hidden)])
+def _vocabulary_rows(source: SafetensorsFolder, name: str, rank: int, rows: int) -> torch.Tensor:
+    vocabulary, hidden = source.shape(name)
+    part = source.read(name, slice(min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)))
+    missing = rows - part.shape[0]
+    return torch.cat([part, part.new_zeros(missing, hidden)]) if missing else part
 
 
 def _interleave_qkv(parts: list[torch.Tensor], key_value_heads: int) -> torch.Tensor:
@@ -126,24 +181,26 @@ def _separate_qkv(fused: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     return [part.reshape(-1, *tail) for part in parts]
 
 
-def _shard(rule: WeightRule, tensors: list[Any], shape: ModelShape, layout: Layout, rows: int) -> torch.Tensor:
-    """This tensor-parallel rank's Megatron parameter, from lazily sliced HF tensors."""
+def _shard(
+    rule: WeightRule, names: list[str], source: SafetensorsFolder, shape: ModelShape, layout: Layout, rows: int
+) -> torch.Tensor:
+    """This tensor-parallel rank's Megatron parameter of `rows` rows, of whose HF tensors only its part is read."""
     rank, ranks = layout.tensor_rank, layout.tensor_size
     match rule.sharding:
         case Sharding.REPLICATED:
-            return tensors[0][:]
+            return source.read(names[0])
         case Sharding.VOCABULARY:
-            return _vocabulary_rows(tensors[0], rank, rows)
+            return _vocabulary_rows(source, names[0], rank, rows)
         case Sharding.COLUMNS:
-            count = tensors[0].get_shape()[1] // ranks
-            return tensors[0][:, rank * count : (rank + 1) * count]
+            count = source.shape(names[0])[1] // ranks
+            return source.read(names[0], slice(None), slice(rank * count, (rank + 1) * count))
         case Sharding.QKV:
-            return _interleave_qkv([_rows(t, rank, ranks) for t in tensors], shape.key_value_heads // ranks)
+            return _interleave_qkv([_rows(source, name, rank, ranks) for name in names], shape.key_value_heads // ranks)
         case Sharding.GATED:
-            return torch.cat([_rows(t, rank, ranks) for t in tensors])
+            return torch.cat([_rows(source, name, rank, ranks) for name in names])
 
 
-def _assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+def assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     """The full HF tensors of a rule, from the shards of all tensor-parallel ranks."""
     match rule.sharding:
         case Sharding.REPLICATED:
@@ -160,19 +217,43 @@ def _assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -
 
 
 @torch.no_grad()
-def load_hf_weights(folder: str | Path, chunks: list[PolicyModel], shape: ModelShape, layout: Layout) -> None:
-    """Nothing; fills this rank's parameters from the folder. Raises UserError when names or shapes do not fit."""
+def load_hf_weights(
+    folder: str | Path,
+    chunks: list[PolicyModel],
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    keep_dtype: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Nothing; fills this rank's parameters from the folder, one at a time. Raises UserError when they do not fit.
+
+    With `keep_dtype` parameters take on the number format of their HF tensors. `progress` is called per parameter.
+    """
     source = SafetensorsFolder(folder)
     check_tensors(folder, source, shape)
     for chunk in chunks:
-        for parameter, rule, layer in _model_rules(chunk, shape):
-            tensors = [source.slice(name.format(layer=layer)) for name in rule.hf]
-            parameter.copy_(_shard(rule, tensors, shape, layout, parameter.shape[0]))
+        for parameter, rule, layer in _all_parameters(chunk, shape):
+            names = [name.format(layer=layer) for name in rule.hf]
+            if keep_dtype:
+                parameter.data = torch.empty_like(parameter, dtype=_common_dtype(source, names))
+            parameter.copy_(_shard(rule, names, source, shape, layout, parameter.shape[0]))
             _mark_if_cut(parameter, rule)
-        if shape.tied and chunk.post_process and not chunk.pre_process:
-            weight = chunk.output_layer.weight
-            weight.copy_(_vocabulary_rows(source.slice(EMBEDDING.hf[0]), layout.tensor_rank, weight.shape[0]))
-            _mark_if_cut(weight, EMBEDDING)
+            progress()
+
+
+def _all_parameters(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
+    """As `model_rules`, with the last stage's own copy of a tied embedding."""
+    yield from model_rules(chunk, shape)
+    if shape.tied and chunk.post_process and not chunk.pre_process:
+        yield chunk.output_layer.weight, EMBEDDING, -1
+
+
+def _common_dtype(source: SafetensorsFolder, names: list[str]) -> torch.dtype:
+    found = {source.dtype(name) for name in names}
+    if len(found) > 1:
+        raise UserError(f"{', '.join(names)} become one Megatron tensor but are stored in different number formats")
+    return found.pop()
 
 
 def _mark_if_cut(parameter: torch.nn.Parameter, rule: WeightRule) -> None:
@@ -197,7 +278,7 @@ def gather_hf_tensors(
     """
     if layout.pipeline_size == 1:
         for chunk in chunks:
-            for parameter, rule, layer in _model_rules(chunk, shape):
+            for parameter, rule, layer in model_rules(chunk, shape):
                 yield from _gather_one(getattr(parameter, attribute), rule, layer, shape, layout)
         return
     yield from _gather_over_stages(chunks, shape, layout, attribute)
@@ -207,9 +288,9 @@ def hf_tensor_shapes(chunks: list[PolicyModel], shape: ModelShape, layout: Layou
     """What `gather_hf_tensors` yields, by name and shape, without gathering a value. Collective over pipeline ranks."""
     own: dict[str, tuple[int, ...]] = {}
     for chunk in chunks:
-        for parameter, rule, layer in _model_rules(chunk, shape):
+        for parameter, rule, layer in model_rules(chunk, shape):
             shards = [torch.empty_like(parameter, device="meta")] * layout.tensor_size
-            tensors = _assemble(rule, shards, shape)
+            tensors = assemble(rule, shards, shape)
             own |= {name.format(layer=layer): tuple(t.shape) for name, t in zip(rule.hf, tensors, strict=True)}
     if layout.pipeline_size == 1:
         return own
@@ -226,7 +307,7 @@ def _gather_one(
         shards = [torch.empty_like(shards[0]) for _ in range(layout.tensor_size)]
         dist.all_gather(shards, tensor.contiguous(), group=layout.tensor_group)
     names = [name.format(layer=layer) for name in rule.hf]
-    yield from zip(names, _assemble(rule, shards, shape), strict=True)
+    yield from zip(names, assemble(rule, shards, shape), strict=True)
 
 
 def _gather_over_stages(
@@ -236,7 +317,7 @@ def _gather_over_stages(
     mine = [
         (getattr(parameter, attribute), rule, layer)
         for chunk in chunks
-        for parameter, rule, layer in _model_rules(chunk, shape)
+        for parameter, rule, layer in model_rules(chunk, shape)
     ]
     described = [(rule, layer, tuple(tensor.shape), tensor.dtype) for tensor, rule, layer in mine]
     group = layout.pipeline_group

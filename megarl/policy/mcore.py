@@ -13,7 +13,24 @@ with warnings.catch_warnings():
     if not torch.cuda.is_available():
         # Each import says that Transformer Engine and apex are missing, which is what a CPU is expected to lack.
         warnings.simplefilter("ignore")
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        apply_factories,
+        is_main_replica,
+    )
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        TorchDistSaveShardedStrategy,
+        mcore_to_pyt_state_dict,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        _replace_state_dict_keys_with_sharded_keys as by_sharded_key,
+    )
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -32,21 +49,33 @@ if not torch.cuda.is_available():
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 __all__ = [
+    "AsyncRequest",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Float16Module",
     "GPTModel",
+    "MCoreSavePlanner",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "ShardedObject",
+    "ShardedTensor",
+    "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "apply_factories",
+    "by_sharded_key",
     "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "is_main_replica",
+    "make_sharded_optimizer_tensor",
+    "mcore_to_pyt_state_dict",
+    "nested_values",
     "parallel_state",
     "tensor_parallel",
 ]

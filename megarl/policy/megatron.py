@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import save_file
 
 from megarl.data.batching import balance
 from megarl.data.samples import Prompt, Sample
@@ -22,7 +20,8 @@ from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
 from megarl.objective.objective import LossOutput, TokenInputs
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
-from megarl.policy.hf_weights import gather_hf_tensors, hf_tensor_shapes, load_hf_weights
+from megarl.policy.hf_folder import HfFolderWriter, TensorSpec
+from megarl.policy.hf_weights import expected_tensors, gather_hf_tensors, hf_tensor_shapes, load_hf_weights
 from megarl.policy.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -233,13 +232,21 @@ class MegatronPolicy:
         return self.score([Sample(prompt, 0, list(token_ids[1:]), [], 1.0, "length", 0)]).logprobs.cpu()
 
     def save_hf(self, folder: str | Path) -> None:
-        """Nothing; writes an HF folder (weights, config, tokenizer) beside `folder` and renames it into place."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in self.hf_tensors():
+        """Nothing; writes an HF folder (weights, config, tokenizer) beside `folder` and renames it into place.
+
+        Rank 0 writes tensor by tensor as they are gathered.
+        """
+        dtype = self.megatron_config.params_dtype
+        specs = {name: TensorSpec(size, dtype) for name, size in expected_tensors(self.shape).items()}
+        with contextlib.ExitStack() as stack:
+            writer = None
             if self.layout.rank == 0:
-                tensors[name] = tensor.detach().clone().cpu().contiguous()
-        if self.layout.rank == 0:
-            _write_hf_folder(Path(folder), self.folder, tensors, str(self.megatron_config.params_dtype)[6:])
+                writer = stack.enter_context(
+                    HfFolderWriter(Path(folder), specs, self.folder, dtype=str(dtype).removeprefix("torch."))
+                )
+            for name, tensor in self.hf_tensors():
+                if writer is not None:
+                    writer.write(name, tensor)
         if self.layout.world_size > 1:
             dist.barrier()
 
@@ -358,18 +365,3 @@ def _token_inputs(
         selected=pick(table.selected),
         importance=pick(table.importance),
     )
-
-
-def _write_hf_folder(folder: Path, source: Path, tensors: dict[str, torch.Tensor], dtype: str) -> None:
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
-            shutil.copy(file, beside / file.name)
-    config = json.loads((source / "config.json").read_text())
-    (beside / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-    if folder.exists():
-        shutil.rmtree(folder)
-    beside.rename(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.errors import UserError
 from megarl.policy.attention import CausalAttention
-from megarl.policy.families import FAMILIES, Family
+from megarl.policy.families import FAMILIES, REFUSED_EVERYWHERE, Family
 from megarl.policy.mcore import (
     Float16Module,
     GPTModel,
@@ -22,6 +22,7 @@ from megarl.policy.mcore import (
     parallel_state,
 )
 from megarl.policy.parallel import ParallelConfig
+from megarl.policy.rope import Rope, read_rope
 
 
 class ModelConfig(BaseModel):
@@ -56,9 +57,21 @@ class ModelShape:
     head_width: int
     vocabulary: int
     max_positions: int
-    rope_base: float
+    rope: Rope
     norm_epsilon: float
     tied: bool
+
+    def identity(self) -> dict[str, Any]:
+        """Architecture and sizes as plain values: what two checkpoints of one model agree on."""
+        sizes = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("family", "rope")
+        }
+        return {
+            "architecture": self.family.architecture,
+            **sizes,
+            "rope_type": self.rope.kind,
+            "rope_base": self.rope.base,
+        }
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -89,19 +102,15 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         raise UserError(f"model.path = {folder}: no such HF model folder (config.json is missing)")
     from transformers import AutoConfig
 
-    hf: Any = AutoConfig.from_pretrained(folder)
+    try:
+        hf: Any = AutoConfig.from_pretrained(folder)
+    except (KeyError, ValueError, OSError) as error:  # what transformers raises for a config that it cannot accept
+        raise UserError(f"{folder}/config.json: {' '.join(str(error.args[0]).split())}") from error
     architecture = (hf.architectures or ["none"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
         raise UserError(f"{folder}/config.json: architecture {architecture} is not one of {', '.join(FAMILIES)}")
-    for key, only in (*family.refused, ("hidden_act", "silu")):
-        value = getattr(hf, key, only)
-        if value != only:
-            raise UserError(f"{folder}/config.json: {key} = {value!r} is not implemented; allowed: {only!r}")
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default":
-        raise UserError(f"{folder}/config.json: rope type {rope_type!r} is not implemented; allowed: 'default'")
+    _refuse_what_is_not_implemented(folder, hf, family)
     return ModelShape(
         family=family,
         layers=hf.num_hidden_layers,
@@ -112,10 +121,25 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         head_width=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         vocabulary=hf.vocab_size,
         max_positions=hf.max_position_embeddings,
-        rope_base=float(rope["rope_theta"]),
+        rope=read_rope(folder, hf),
         norm_epsilon=hf.rms_norm_eps,
         tied=bool(hf.tie_word_embeddings),
     )
+
+
+def _refuse_what_is_not_implemented(folder: Path, hf: Any, family: Family) -> None:
+    for key, only in (*family.refused, *REFUSED_EVERYWHERE):
+        value = getattr(hf, key, only)
+        if value != only:
+            raise UserError(f"{folder}/config.json: {key} = {value!r} is not implemented; allowed: {only!r}")
+    window = getattr(hf, "sliding_window", None)
+    uses_window = family.window_switch is None or getattr(hf, family.window_switch, False)
+    # A window that no accepted sequence outgrows is none.
+    if uses_window and window is not None and window < hf.max_position_embeddings:
+        raise UserError(
+            f"{folder}/config.json: sliding_window = {window} is below max_position_embeddings = "
+            f"{hf.max_position_embeddings} and is not implemented; allowed: null"
+        )
 
 
 def padded_vocabulary(vocabulary: int, padding: int, tensor_parallel: int) -> int:
@@ -162,6 +186,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         qk_layernorm=shape.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        softmax_scale=None if shape.rope.logit_factor == 1 else shape.rope.logit_factor * shape.head_width**-0.5,
         params_dtype=dtype,
         bf16=model.dtype == "bfloat16",
         tensor_model_parallel_size=parallel.tensor,
@@ -216,10 +241,13 @@ def build_model_chunks(
                 parallel_output=True,
                 share_embeddings_and_output_weights=shape.tied,
                 position_embedding_type="rope",
-                rotary_base=shape.rope_base,
+                rotary_base=shape.rope.base,
                 vp_stage=stage,
             )
         )
+        if shape.rope.frequencies is not None:
+            rotary: Any = chunks[-1].rotary_pos_emb
+            rotary.inv_freq = torch.tensor(shape.rope.frequencies, dtype=torch.float32)
     return config, chunks
 
 

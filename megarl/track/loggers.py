@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import re
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,15 +40,17 @@ SAMPLE_COLUMNS = pa.schema(
 class RunLogger:
     """The writer of a run folder; made on rank 0 alone. Every record is on disk when its call returns."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, next_step: int = 0) -> None:
+        """Goes on with what an earlier run left: what it recorded of `next_step` and later is dropped first."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        drop_records(self.folder, next_step)
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._law = (self.folder / "law.csv").open("a", encoding="utf-8")
         if self._law.tell() == 0:
             self._law.write("step,entropy,reward\n")
             self._law.flush()
-        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=30)
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=30, purge_step=next_step or None)
         self._log = logging.FileHandler(self.folder / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger("megarl").addHandler(self._log)
@@ -93,6 +98,16 @@ class RunLogger:
         path.parent.mkdir(exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLE_COLUMNS), path)
 
+    def trackers(self) -> dict[str, str]:
+        """Where each tracker has this run, for a resumed run to go on there."""
+        return {"tensorboard": "tensorboard"}
+
+    def flush_to_disk(self) -> None:
+        """Nothing; what was recorded survives a crash of the machine."""
+        for file in (self._metrics, self._law):
+            os.fsync(file.fileno())
+        self._tensorboard.flush()
+
     def close(self) -> None:
         """Nothing; closes all files."""
         self._metrics.close()
@@ -100,3 +115,29 @@ class RunLogger:
         self._tensorboard.close()
         logging.getLogger("megarl").removeHandler(self._log)
         self._log.close()
+
+
+def drop_records(folder: Path, next_step: int) -> None:
+    """Nothing; the run folder's records end before `next_step`, so that no step is ever recorded twice.
+
+    A last line that a killed run left unfinished goes too. TensorBoard's readers drop what a resumed run repeats.
+    """
+    _keep_lines(folder / "metrics.jsonl", lambda line: json.loads(line)["step"] < next_step)
+    _keep_lines(folder / "law.csv", lambda line: line.startswith("step,") or int(line.split(",")[0]) < next_step)
+    for path in (folder / "samples").glob("step_*.parquet"):
+        if int(re.sub(r"\D", "", path.stem)) >= next_step:
+            path.unlink()
+    if next_step == 0 and (folder / "tensorboard").is_dir():
+        shutil.rmtree(folder / "tensorboard")
+
+
+def _keep_lines(path: Path, keeps: Callable[[str], bool]) -> None:
+    """Nothing; of the file's whole lines those that `keeps` says are left."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and keeps(line)]
+    if kept != lines:
+        beside = path.with_name(path.name + ".part")
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.rename(path)

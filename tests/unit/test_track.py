@@ -49,6 +49,34 @@ def test_metrics_are_on_disk_at_once_one_sorted_object_a_step(tmp_path: Path) ->
     records.close()
 
 
+def test_a_resumed_run_records_no_step_twice(tmp_path: Path) -> None:
+    sample = Sample(Prompt(0, "sums", [1], "2", text="1+1="), 0, [2], [0.0], 1.0, "stop", 0, response_text="2")
+    records = RunLogger(tmp_path)
+    for step in range(5):
+        records.log(step, {"reward/mean": float(step)})
+        records.law_point(step, 1.0 - step / 10, step / 10)
+        records.samples(step, [sample])
+    records.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"reward/mean": 5.0, "st')  # the run was killed here
+    resumed = RunLogger(tmp_path, next_step=3)
+    for step in range(3, 6):
+        resumed.log(step, {"reward/mean": 10.0 + step})
+        resumed.law_point(step, 0.5, 0.5)
+    resumed.flush_to_disk()
+    resumed.close()
+    assert [(step["step"], step["reward/mean"]) for step in read_metrics(tmp_path)] == [
+        (0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0),
+    ]  # fmt: skip
+    assert read_law_points(tmp_path / "law.csv").steps == [0, 1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir())[-1] == "step_000002.parquet"
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")][2:] == [
+        (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0),
+    ]  # fmt: skip
+
+
 def test_a_value_that_is_not_finite_becomes_null_with_a_warning(tmp_path: Path) -> None:
     records = RunLogger(tmp_path)
     records.log(3, {"policy/grad_norm": math.nan, "policy/ratio_max": math.inf, "policy/loss": 0.5})
@@ -71,7 +99,7 @@ def test_tensorboard_holds_the_finite_values(tmp_path: Path) -> None:
 
 def test_law_points_survive_reopening_and_keep_all_digits(tmp_path: Path) -> None:
     for step, entropy in ((0, 0.1 + 0.2), (4, 1 / 3)):
-        records = RunLogger(tmp_path)
+        records = RunLogger(tmp_path, next_step=step)
         records.law_point(step, entropy, 0.25)
         records.close()
     assert (tmp_path / "law.csv").read_text().splitlines()[0] == "step,entropy,reward"

@@ -6,5 +6,5 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     layer_rules=(*DECODER_LAYER, QKV_BIAS),
     qkv_bias=True,
-    refused=(("use_sliding_window", False),),
+    window_switch="use_sliding_window",
 )

@@ -6,5 +6,6 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     layer_rules=(*DECODER_LAYER, *QK_NORMS),
     qk_norm=True,
-    refused=(("use_sliding_window", False), ("attention_bias", False)),
+    refused=(("attention_bias", False),),
+    window_switch="use_sliding_window",
 )

@@ -70,3 +70,17 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     refused: tuple[tuple[str, object], ...] = ()  # config.json keys with the only value that is implemented
+    window_switch: str | None = None  # the key without which `sliding_window` has no effect
+
+
+# config.json keys that change what any of these models computes, with the only value that is implemented.
+REFUSED_EVERYWHERE: tuple[tuple[str, object], ...] = (
+    ("hidden_act", "silu"),
+    ("attn_logit_softcapping", None),
+    ("final_logit_softcapping", None),
+    ("logit_soft_cap", None),
+    ("query_pre_attn_scalar", None),
+    ("quantization_config", None),
+)
+# Tensors that old checkpoints hold although config.json says all that is in them.
+COMPUTED_TENSORS = (".rotary_emb.inv_freq",)

@@ -1,0 +1,88 @@
+"""Megatron's distributed checkpoint format, written in the training process itself.
+
+The tensors are described by Megatron's sharded state dicts and stored by torch.distributed.checkpoint as Megatron's
+format `torch_dist` 1, which any layout and Megatron's own tools can read. Megatron's writer forks processes and starts
+a manager that outlives a killed rank; this one needs a thread at most, and copies tensors only for a save that goes on
+in the background.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+
+from megarl.policy.mcore import (
+    AsyncRequest,
+    MCoreSavePlanner,
+    ShardedTensor,
+    TorchDistSaveShardedStrategy,
+    by_sharded_key,
+    dist_checkpointing,
+    mcore_to_pyt_state_dict,
+)
+
+
+class InProcessStrategy(TorchDistSaveShardedStrategy):
+    """A writer of Megatron's format: preparing touches no disk, the request's function writes this rank's shards."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, copies: bool) -> None:
+        """`group` carries the writer's own collectives; with `copies` training may go on while it writes."""
+        super().__init__("torch_dist", 1)
+        self._group, self._copies = group, copies
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any) -> AsyncRequest:
+        """Megatron's request; its function is collective over the group."""
+        shards, _, _ = by_sharded_key(sharded_state_dict, True)
+        if self._copies:
+            for entry in (entry for entries in shards.values() for entry in entries):
+                if isinstance(entry, ShardedTensor):
+                    entry.data = entry.data.detach().to("cpu", copy=True)
+        tensors = mcore_to_pyt_state_dict(shards, False)
+        return AsyncRequest(self._write, (tensors, Path(checkpoint_dir)), [])
+
+    def _write(self, tensors: dict[str, Any], folder: Path) -> None:
+        torch_checkpoint.save(
+            tensors,
+            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+            process_group=self._group,
+        )
+
+
+def prepare_save(
+    state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, *, copies: bool
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(write, finish) of a sharded state dict: `write` may run in a thread, `finish` follows on the main thread.
+
+    Collective over the job, as are both functions. `write` raises torch's CheckpointException on every rank when one
+    rank cannot write.
+    """
+    strategy = InProcessStrategy(group, copies=copies)
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+
+    def write() -> None:
+        request.async_fn(*request.async_fn_args)
+
+    def finish() -> None:
+        for function in request.finalize_fns:
+            function()
+
+    return write, finish
+
+
+def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The nested state dict with every sharded tensor of `state` read from the checkpoint, cut for this job's layout.
+
+    Collective over the job. Raises when a tensor is missing or has another shape; what the checkpoint holds beyond
+    `state` is left alone.
+    """
+    with warnings.catch_warnings():
+        # torch and Megatron warn of each other's renamed functions: nothing that a user can act on.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning)
+        return dist_checkpointing.load(state, str(folder))

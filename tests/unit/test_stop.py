@@ -1,0 +1,53 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.stop import StopRequest
+
+
+def wait_for(request: StopRequest) -> str | None:
+    deadline = time.monotonic() + 5
+    while request.agreed() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return request.agreed()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_a_request_and_no_end(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as request:
+        assert request.agreed() is None
+        os.kill(os.getpid(), number)
+        assert wait_for(request) == number.name
+        os.kill(os.getpid(), number)  # the same request, delivered twice
+        time.sleep(0.1)
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_is_busy() -> None:
+    program = (
+        "import ctypes, time\n"
+        "from megarl.stop import StopRequest\n"
+        "with StopRequest():\n"
+        "    print('ready', flush=True)\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    end = time.time() + 30\n"
+        "    while time.time() < end: libc.sleep(30)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 2
