@@ -37,7 +37,10 @@ def train(session: Session) -> None:
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
-            law_points.append((metrics["entropy/seq_mean"], metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]))
+            if "entropy/seq_mean" in metrics:  # unless the filter left no sample
+                law_points.append(
+                    (metrics["entropy/seq_mean"], metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"])
+                )
             metrics |= measure_law(law_points)
         if not final and rollout.samples:
             with clock("update"):
