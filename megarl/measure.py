@@ -21,15 +21,16 @@ def measure_rollout(rollout: Collected) -> dict[str, float]:
         "rollout/response_length": statistics.fmean(sample.response_length for sample in generated),
         "rollout/truncated": statistics.fmean(sample.finish_reason == "length" for sample in generated),
     }
-    if not rollout.samples:
+    with_tokens = [sample for sample in rollout.samples if sample.response_length]
+    if not with_tokens:
         return metrics
     by_source: dict[str, list[Sample]] = defaultdict(list)
-    for sample in rollout.samples:
+    for sample in with_tokens:
         by_source[sample.prompt.data_source].append(sample)
     metrics |= {f"entropy/{source}": sequence_mean_entropy(samples) for source, samples in by_source.items()}
-    metrics["entropy/seq_mean"] = sequence_mean_entropy(rollout.samples)
-    metrics["entropy/token_mean"] = token_mean_entropy(rollout.samples)
-    return metrics | _logprob_difference(rollout.samples)
+    metrics["entropy/seq_mean"] = sequence_mean_entropy(with_tokens)
+    metrics["entropy/token_mean"] = token_mean_entropy(with_tokens)
+    return metrics | _logprob_difference(with_tokens)
 
 
 def _logprob_difference(samples: Sequence[Sample]) -> dict[str, float]:
