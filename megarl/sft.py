@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path, overrides = one_config_argument("megarl.sft", arguments)
     config = load_config(path, overrides, SftConfig)
     shape = read_model_shape(config.model.path)
-    check_layout(config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads)
+    check_layout(
+        config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads, shape.feed_forward
+    )
     demonstrations = load_demonstrations(config.data.files, config.data, load_tokenizer(config.model.path))
     folder = prepare_run_folder(config.run.folder, config.run.overwrite, config)
     layout = initialize(config.parallel, config.run.seed)
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     records = RunLogger(folder) if layout.rank == 0 else None
     console = Console(total_steps=config.sft.updates) if layout.rank == 0 else None
-    cursor = DemonstrationCursor(demonstrations, seed=config.run.seed)
+    cursor = DemonstrationCursor(demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
     for step in range(config.sft.updates):
         clock = PhaseClock()
         with clock("update"):

@@ -16,7 +16,7 @@ from megarl.policy.mcore import parallel_state, tensor_parallel
 class ParallelConfig(BaseModel):
     """The parallel layout. The data-parallel size is what is left: world size / (tensor x pipeline)."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     tensor: int = Field(1, ge=1, description="Ranks that share each layer's matrices (tensor parallelism).")
     pipeline: int = Field(1, ge=1, description="Stages that the layers are cut into (pipeline parallelism).")
@@ -54,7 +54,9 @@ class Layout:
         return self.is_last_stage and self.tensor_rank == 0
 
 
-def check_layout(config: ParallelConfig, world_size: int, layers: int, heads: int, key_value_heads: int) -> None:
+def check_layout(
+    config: ParallelConfig, world_size: int, layers: int, heads: int, key_value_heads: int, feed_forward: int
+) -> None:
     """Nothing, or a UserError that names the config key when the layout does not fit the job or the model."""
     model_ranks = config.tensor * config.pipeline
     if world_size % model_ranks:
@@ -62,7 +64,11 @@ def check_layout(config: ParallelConfig, world_size: int, layers: int, heads: in
             f"parallel.tensor x parallel.pipeline = {config.tensor} x {config.pipeline} = {model_ranks} "
             f"does not divide the world size {world_size}"
         )
-    for name, count in (("attention heads", heads), ("key-value heads", key_value_heads)):
+    for name, count in (
+        ("attention heads", heads),
+        ("key-value heads", key_value_heads),
+        ("feed-forward columns (intermediate_size)", feed_forward),
+    ):
         if count % config.tensor:
             raise UserError(f"parallel.tensor = {config.tensor} does not divide the model's {count} {name}")
     if config.virtual_pipeline > 1 and config.pipeline == 1:
