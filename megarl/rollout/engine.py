@@ -15,7 +15,7 @@ from megarl.data.samples import Prompt, Sample
 class RolloutConfig(BaseModel):
     """How responses are generated."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     engine: Literal["in_process"] = Field(
         "in_process", description="What generates: in_process is transformers in the training process."
