@@ -30,7 +30,7 @@ class RunSection(BaseModel):
 
     folder: str = Field(description="Run folder; a run that is already in it goes on from its newest checkpoint.")
     overwrite: bool = Field(False, description="Delete what an earlier run left in the folder and begin anew.")
-    seed: int = Field(1, ge=0, description="Seed of sampling, token selection and data order.")
+    seed: int = Field(1, ge=0, lt=1 << 32, description="Seed of sampling, token selection and data order.")
 
 
 class LoopSection(BaseModel):
@@ -68,7 +68,7 @@ class EvaluationSet(BaseModel):
     limit: int | None = Field(None, ge=1, description="Use only this many prompts from the start.")
     samples: int = Field(1, ge=1, description="Samples per prompt.")
     final_samples: int | None = Field(None, ge=1, description="Samples per prompt at the last evaluation of a run.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature; 0 is greedy.")
 
 
 class EvaluationSection(BaseModel):
@@ -133,7 +133,7 @@ def load_config(path: str | Path, overrides: Sequence[str], kind: type[Config]) 
         raise UserError(f"config file {path} does not exist")
     try:
         tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: the top level must hold sections ({', '.join(kind.model_fields)})")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from megarl.config import EvaluationSet, RunConfig, load_config
 from megarl.data.samples import Prompt, Sample
-from megarl.errors import exits_cleanly_on_user_error
+from megarl.errors import UserError, exits_cleanly_on_user_error
 
 
 def average_at_k(rewards: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -52,14 +52,19 @@ def summarise(name: str, samples: Sequence[Sample]) -> dict[str, float]:
     }
     if k > 1:
         metrics[f"{prefix}/pass@{k}"] = pass_at_k(rewards, k)
-    if all(sample.entropies is not None for sample in samples):
+    if all(sample.entropies is not None for sample in samples) and any(sample.response_length for sample in samples):
         metrics[f"{prefix}/entropy"] = sequence_mean_entropy(samples)
     return metrics
 
 
 def sequence_mean_entropy(samples: Sequence[Sample]) -> float:
-    """Per-token entropy averaged within a response and then over responses, nats (the paper's H)."""
-    return statistics.fmean(float(sample.entropies.mean()) for sample in samples if sample.entropies is not None)
+    """Per-token entropy averaged within a response and then over responses, nats (the paper's H).
+
+    A response without tokens has no entropy and does not count; StatisticsError when all are empty.
+    """
+    return statistics.fmean(
+        float(sample.entropies.mean()) for sample in samples if sample.entropies is not None and sample.response_length
+    )
 
 
 def token_mean_entropy(samples: Sequence[Sample]) -> float:
@@ -79,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megarl.session import Session, one_config_argument
 
     path, overrides = one_config_argument("megarl.evaluate", arguments)
-    session = Session.start(load_config(path, overrides, RunConfig), trains=False)
+    config = load_config(path, overrides, RunConfig)
+    if not config.evaluation.sets:
+        raise UserError(f"{path}: evaluation.sets is empty; name at least one set to evaluate")
+    session = Session.start(config, trains=False)
     session.hand_over_weights(version=0)
     metrics = session.evaluate(step=0, final=False)
     if session.layout.rank == 0:

@@ -25,15 +25,16 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
         "rollout/response_length": statistics.fmean(sample.response_length for sample in generated),
         "rollout/truncated": statistics.fmean(sample.finish_reason == "length" for sample in generated),
     }
-    if not rollout.samples:
+    with_tokens = [sample for sample in rollout.samples if sample.response_length]
+    if not with_tokens:
         return metrics
     by_source: dict[str, list[Sample]] = defaultdict(list)
-    for sample in rollout.samples:
+    for sample in with_tokens:
         by_source[sample.prompt.data_source].append(sample)
     metrics |= {f"entropy/{source}": sequence_mean_entropy(samples) for source, samples in by_source.items()}
-    metrics["entropy/seq_mean"] = sequence_mean_entropy(rollout.samples)
-    metrics["entropy/token_mean"] = token_mean_entropy(rollout.samples)
-    return metrics | mismatch(rollout.samples) | staleness(rollout.samples, version)
+    metrics["entropy/seq_mean"] = sequence_mean_entropy(with_tokens)
+    metrics["entropy/token_mean"] = token_mean_entropy(with_tokens)
+    return metrics | mismatch(with_tokens) | staleness(with_tokens, version)
 
 
 def measure_law(points: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -130,7 +130,7 @@ class Session:
     def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
         """A session with all inputs checked before any process group or model exists; collective over the job."""
         shape = read_model_shape(config.model.path)
-        check_layout(config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads)
+        check_layout(config.parallel, job_world_size(), shape)
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.files, config.data, tokenizer)
         evaluation_sets = [

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with StopRequest() as stop:
         config = load_config(path, overrides, SftConfig)
         shape = read_model_shape(config.model.path)
-        check_layout(config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads)
+        check_layout(config.parallel, job_world_size(), shape)
         demonstrations = load_demonstrations(config.data.files, config.data, load_tokenizer(config.model.path))
         folder = prepare_run_folder("sft", config, shape)
         layout = initialize(config.parallel, config.run.seed)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             total_updates=config.sft.updates,
         )
         checkpoints = open_checkpoints("sft", config, policy, layout)
-        cursor = DemonstrationCursor(demonstrations, seed=config.run.seed)
+        cursor = DemonstrationCursor(demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
         state = RunState.of(checkpoints.restore())
         if state.cursor is not None:
             cursor.load_state_dict(state.cursor)

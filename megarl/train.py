@@ -49,8 +49,9 @@ def train(session: Session, stop: StopRequest) -> None:
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
-            accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
-            law_points = [*law_points, (metrics["entropy/seq_mean"], accuracy)]
+            if "entropy/seq_mean" in metrics:  # unless the filter left no sample
+                accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
+                law_points = [*law_points, (metrics["entropy/seq_mean"], accuracy)]
             metrics |= measure_law(law_points)
         if stop.agreed() and session.stops(stop, state):
             return  # nothing was trained: the step is done again, from the same random numbers

@@ -163,12 +163,12 @@ class PromptCursor:
 
 
 class DemonstrationCursor:
-    """Hands out demonstrations in a new order every epoch, and goes on at a saved place."""
+    """Hands out demonstrations epoch after epoch, each in its own order or always the files', from a saved place on."""
 
-    def __init__(self, demonstrations: Sequence[Sample], *, seed: int) -> None:
+    def __init__(self, demonstrations: Sequence[Sample], *, seed: int, shuffle: bool) -> None:
         self._demonstrations = demonstrations
         self._fingerprint = _demonstration_fingerprint(demonstrations)
-        self._order = EpochOrder(len(demonstrations), seed=seed, shuffle=True)
+        self._order = EpochOrder(len(demonstrations), seed=seed, shuffle=shuffle)
         self._taken = 0
 
     def take(self, count: int) -> list[Sample]:
@@ -294,6 +294,8 @@ def _ground_truth(row: Row) -> str:
         raise row.error("reward_model.ground_truth", f"is {type(truth).__name__}; allowed: text or a number")
     if not str(truth).strip():
         raise row.error("reward_model.ground_truth", "is empty")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise row.error("reward_model.ground_truth", f"is {truth}; a number must be finite")
     return str(truth)
 
 

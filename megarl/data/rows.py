@@ -77,7 +77,7 @@ def _read_parquet(file: str, required: Sequence[str]) -> list[Row]:
 
 def _read_jsonl(file: str, required: Sequence[str]) -> list[Row]:
     rows = []
-    with open(file, encoding="utf-8") as lines:
+    with open(file, encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -90,8 +90,14 @@ def _read_jsonl(file: str, required: Sequence[str]) -> list[Row]:
 def _parse_line(file: str, number: int, line: str, required: Sequence[str]) -> Row:
     try:
         values = json.loads(line)
+        if "\\ud" in line.lower():  # escapes of half a character, which no tokenizer takes
+            json.dumps(values, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise UserError(f"{file}, row {number}: not valid JSON ({error.msg} at character {error.pos})") from error
+    except UnicodeEncodeError as error:
+        raise UserError(f"{file}, row {number}: holds a lone surrogate, which is no character") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets thousands deep
+        raise UserError(f"{file}, row {number}: not readable JSON ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}, row {number}: is {type(values).__name__}; allowed: one object a line")
     for column in required:

@@ -40,7 +40,7 @@ def hf_to_megatron(
         raise UserError(f"{out} already exists; choose another folder")
     shape = read_model_shape(hf)
     ranks = parallel.tensor * parallel.pipeline
-    check_layout(parallel, ranks, shape.layers, shape.heads, shape.key_value_heads)
+    check_layout(parallel, ranks, shape)
     if ranks == 1:
         _convert_rank(0, 1, hf, out, parallel, None, progress)
         return

@@ -145,14 +145,27 @@ def enable() -> None:
     _enabled = True
 
 
-def rotate_by_matrices(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """[s, b, heads, d]: rotary embedding of `tensor` by `angles` [s, 1, 1, d], whose halves are alike.
-
-    Each position's rotation is one d x d matrix: a batched product forward and one backward, where the elementwise
-    form makes eight passes over narrow rows.
-    """
+def rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """[s, b, heads, d]: rotary embedding of `tensor` by `angles` [s, 1, 1, d], whose halves are alike."""
     if interleaved or angles.shape[-1] != tensor.shape[-1]:
         raise NotImplementedError("interleaved or partial rotary embedding")
+    _, sequences, heads, width = tensor.shape
+    # The matrices are kept for backward: they may not be larger than what they rotate.
+    return rotate_by_matrices(tensor, angles) if sequences * heads >= width else rotate_by_elements(tensor, angles)
+
+
+def rotate_by_elements(tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """As `rotate`, number by number: for few and long sequences."""
+    first, second = tensor.chunk(2, dim=-1)
+    swapped = torch.cat([-second, first], dim=-1)
+    return tensor * angles.cos().to(tensor.dtype) + swapped * angles.sin().to(tensor.dtype)
+
+
+def rotate_by_matrices(tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """As `rotate`, each position's rotation being one d x d matrix: for many sequences.
+
+    A batched product forward and one backward, where the elementwise form makes eight passes over narrow rows.
+    """
     half = tensor.shape[-1] // 2
     cosine, sine = (function(angles[:, 0, 0, :half]).to(tensor.dtype) for function in (torch.cos, torch.sin))
     diagonal, across = torch.diag_embed(cosine), torch.diag_embed(sine)
@@ -178,7 +191,7 @@ def patch_megatron() -> None:
         torch.set_rng_state(new_state)
 
     megatron_random._set_cuda_rng_state = set_rng_state
-    rope_utils.fused_apply_rotary_pos_emb = rotate_by_matrices
+    rope_utils.fused_apply_rotary_pos_emb = rotate
 
     original_state_dict = DistributedOptimizer.state_dict
     original_set_states = DistributedOptimizer._set_main_param_and_optimizer_states

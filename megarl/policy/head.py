@@ -39,6 +39,7 @@ _LARGEST_CHUNK = {"cpu": 1 << 18}
 _LARGEST_CHUNK_ELSEWHERE = 1 << 25
 _TOKENS_A_TILE = {"cpu": 256}
 _TOKENS_A_TILE_ELSEWHERE = 2048
+_SMALLEST_TEMPERATURE = 1e-38  # its reciprocal still fits fp32
 
 
 def vocab_parallel_logprob_entropy(
@@ -59,7 +60,7 @@ def vocab_parallel_logprob_entropy(
     the log-prob and, unless `entropy_temperature` is given, to the entropy; each is a number or [T], the same on every
     rank, and gets no gradient. `vocab_size` is the true vocabulary: columns beyond it are padding. `chunk_size` is in
     tokens; by default the device and the problem's size choose it. With `entropy_gradient` off the entropy is a
-    constant. A logit of -inf is a masked token; with all of them masked the log-prob is -inf, entropy and gradient 0.
+    constant. A logit of -inf is a masked token; with all of them masked the log-prob is -inf and the entropy 0.
 
     With `in_place_gradient` backward writes the gradient into the logits' memory, where that is safe: not for a leaf, a
     view of a leaf or an expanded tensor. Their values are lost then; torch raises if anything that saved them, another
@@ -294,8 +295,8 @@ def _inverse(name: str, temperature: float | torch.Tensor, like: torch.Tensor) -
 
 
 def _check_temperature(name: str, lowest: float, highest: float) -> None:
-    if not (lowest > 0 and math.isfinite(highest)):
-        raise ValueError(f"{name} must be finite and greater than 0, not {lowest}")
+    if not (lowest > _SMALLEST_TEMPERATURE and math.isfinite(highest)):
+        raise ValueError(f"{name} must be finite and greater than {_SMALLEST_TEMPERATURE:g}, not {lowest}")
 
 
 def _checked_size(name: str, size: int | None) -> int | None:

@@ -62,7 +62,7 @@ def _build(
 ) -> MicroBatch:
     rows = max(1, len(indices))
     own = [samples[i] for i in indices]
-    longest = max([sample.total_length - 1 for sample in own], default=1)
+    longest = max([1, *(sample.total_length - 1 for sample in own)])  # never a pass over no position at all
     padded = -(-longest // length_multiple) * length_multiple
     sequences = [(sample.prompt.token_ids + sample.response_ids)[:-1] for sample in own] or [[]]
     prompt_lengths = torch.tensor([len(sample.prompt.token_ids) for sample in own], dtype=torch.int64)
@@ -72,7 +72,9 @@ def _build(
     first = torch.tensor([offsets[i] for i in indices], dtype=torch.int64)
     targets = [token for sample in own for token in sample.response_ids]
     return MicroBatch(
-        input_ids=torch.tensor([ids + [0] * (padded - len(ids)) for ids in sequences], device=device),
+        input_ids=torch.tensor(
+            [ids + [0] * (padded - len(ids)) for ids in sequences], dtype=torch.int64, device=device
+        ),
         position_ids=torch.arange(padded, device=device)[None].expand(rows, -1),
         predicting=((prompt_lengths[row] - 1 + place) * rows + row).to(device),
         targets=torch.tensor(targets, dtype=torch.int64, device=device),

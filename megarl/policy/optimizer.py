@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megarl.policy.mcore import (
     DistributedDataParallel,
@@ -19,7 +19,7 @@ from megarl.policy.mcore import (
 class OptimizerSection(BaseModel):
     """AdamW, its learning-rate schedule, gradient clipping and sharding."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -41,6 +41,16 @@ class OptimizerSection(BaseModel):
         ge=1,
         description="Updates skipped in a row (non-finite loss or gradient) at which the run stops.",
     )
+
+    @model_validator(mode="after")
+    def _a_decay_leads_down(self) -> OptimizerSection:
+        if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate = {self.min_learning_rate} must not be above learning_rate = {self.learning_rate}"
+            )
+        if self.schedule == "constant" and self.min_learning_rate:
+            raise ValueError(f"min_learning_rate = {self.min_learning_rate} belongs to a schedule that decays")
+        return self
 
 
 def build_optimizer(
@@ -71,7 +81,7 @@ def build_schedule(section: OptimizerSection, optimizer: Any, total_updates: int
         optimizer,
         init_lr=0.0,
         max_lr=section.learning_rate,
-        min_lr=section.min_learning_rate if section.schedule != "constant" else 0.0,
+        min_lr=section.min_learning_rate,
         lr_warmup_steps=section.warmup_updates,
         lr_decay_steps=max(total_updates, section.warmup_updates + 1),
         lr_decay_style=section.schedule,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from megarl.errors import UserError
 from megarl.policy.mcore import parallel_state, tensor_parallel
 
+if TYPE_CHECKING:
+    from megarl.policy.model import ModelShape
+
 
 class ParallelConfig(BaseModel):
     """The parallel layout. The data-parallel size is what is left: world size / (tensor x pipeline)."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     tensor: int = Field(1, ge=1, description="Ranks that share each layer's matrices (tensor parallelism).")
     pipeline: int = Field(1, ge=1, description="Stages that the layers are cut into (pipeline parallelism).")
@@ -54,7 +58,7 @@ class Layout:
         return self.is_last_stage and self.tensor_rank == 0
 
 
-def check_layout(config: ParallelConfig, world_size: int, layers: int, heads: int, key_value_heads: int) -> None:
+def check_layout(config: ParallelConfig, world_size: int, shape: ModelShape) -> None:
     """Nothing, or a UserError that names the config key when the layout does not fit the job or the model."""
     model_ranks = config.tensor * config.pipeline
     if world_size % model_ranks:
@@ -62,15 +66,19 @@ def check_layout(config: ParallelConfig, world_size: int, layers: int, heads: in
             f"parallel.tensor x parallel.pipeline = {config.tensor} x {config.pipeline} = {model_ranks} "
             f"does not divide the world size {world_size}"
         )
-    for name, count in (("attention heads", heads), ("key-value heads", key_value_heads)):
+    for name, count in (
+        ("attention heads", shape.heads),
+        ("key-value heads", shape.key_value_heads),
+        ("feed-forward columns (intermediate_size)", shape.feed_forward),
+    ):
         if count % config.tensor:
             raise UserError(f"parallel.tensor = {config.tensor} does not divide the model's {count} {name}")
     if config.virtual_pipeline > 1 and config.pipeline == 1:
         raise UserError(f"parallel.virtual_pipeline = {config.virtual_pipeline} needs parallel.pipeline of at least 2")
     chunks = config.pipeline * config.virtual_pipeline
-    if layers % chunks:
+    if shape.layers % chunks:
         raise UserError(
-            f"parallel.pipeline x parallel.virtual_pipeline = {chunks} does not divide the model's {layers} layers"
+            f"parallel.pipeline x parallel.virtual_pipeline = {chunks} does not divide the model's {shape.layers} layers"
         )
     if config.sequence and config.tensor == 1:
         raise UserError("parallel.sequence = true needs parallel.tensor of at least 2")

@@ -138,3 +138,21 @@ def test_a_reward_that_is_not_finite_stops_the_step_and_names_the_sample(parts: 
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megarl: error:")]
     assert "prompt" in line and "nan" in line
+
+
+def test_a_run_whose_filter_leaves_no_sample_still_evaluates_and_ends(parts: Path, tmp_path: Path) -> None:
+    (tmp_path / "no_contrast.py").write_text("def grade(response, truth, extra):\n    return 1.0\n")
+    loop = {"steps": 1, "prompts_per_step": 2, "updates_per_step": 1, "max_generation_rounds": 1}
+    config = write_config(tmp_path / "equal.yaml", parts, loop=loop, reward={"function": "no_contrast:grade"})
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.train", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    for step in metrics_of(tmp_path / "equal"):
+        assert step["eval/held_out/accuracy"] == 1.0 and step["rollout/groups_kept"] == 0
+        assert "entropy/seq_mean" not in step
+    assert (tmp_path / "equal" / "final_hf" / "model.safetensors").is_file()

@@ -7,7 +7,7 @@ import torch
 
 from megarl.policy import attention
 from megarl.policy.attention import CausalAttention
-from megarl.policy.cpu import rotate_by_matrices
+from megarl.policy.cpu import rotate, rotate_by_elements, rotate_by_matrices
 from megarl.policy.mcore import TransformerConfig
 
 
@@ -68,17 +68,19 @@ def test_what_the_kernel_would_leave_out_is_refused():
         causal_attention()(tensor, tensor, tensor, None, packed_seq_params=object())
 
 
-def test_rotation_turns_pairs_of_the_two_halves_by_the_angle():
+@pytest.mark.parametrize("form", [rotate_by_elements, rotate_by_matrices])
+def test_rotation_turns_pairs_of_the_two_halves_by_the_angle(form):
     # One head of width 4 at one position: the pairs are (x0, x2) and (x1, x3), turned by 0.5 and 2.0.
     tensor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 4)
     half = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    turned = rotate_by_matrices(tensor, torch.cat([half, half]).view(1, 1, 1, 4)).flatten()
+    turned = form(tensor, torch.cat([half, half]).view(1, 1, 1, 4)).flatten()
     as_complex = torch.complex(tensor.flatten()[:2], tensor.flatten()[2:]) * torch.polar(torch.ones_like(half), half)
     assert torch.allclose(turned, torch.cat([as_complex.real, as_complex.imag]))
     assert turned[0].item() == pytest.approx(1 * 0.8775825618903728 - 3 * 0.479425538604203)
 
 
-def test_rotation_of_many_positions_and_its_gradient_equal_megatrons_own():
+@pytest.mark.parametrize("form", [rotate_by_elements, rotate_by_matrices])
+def test_rotation_of_many_positions_and_its_gradient_equal_megatrons_own(form):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     torch.manual_seed(1)
@@ -87,8 +89,23 @@ def test_rotation_of_many_positions_and_its_gradient_equal_megatrons_own():
     ours = torch.randn(6, 3, 2, 8, dtype=torch.float64, requires_grad=True)
     theirs = ours.detach().clone().requires_grad_()
     upstream = torch.randn_like(ours)
-    left, right = rotate_by_matrices(ours, angles), _apply_rotary_pos_emb_bshd(theirs, angles)
+    left, right = form(ours, angles), _apply_rotary_pos_emb_bshd(theirs, angles)
     left.backward(upstream)
     right.backward(upstream)
     assert torch.allclose(left, right)
     assert torch.allclose(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("sequences", "positions"), [(1, 512), (64, 16)])
+def test_rotation_keeps_no_more_for_backward_than_a_copy_of_what_it_rotates(sequences, positions):
+    angles = torch.rand(positions, 1, 1, 64)
+    query = torch.randn(positions, sequences, 3, 64, requires_grad=True)
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        rotate(query, angles)
+    assert sum(kept.values()) <= 1.1 * query.numel() * query.element_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 import yaml
 
 from megarl.data.generated import write_arithmetic, write_tokenizer
+from megarl.errors import UserError
+from megarl.evaluate import main as evaluate
+from megarl.policy.model import read_model_shape
+from megarl.policy.parallel import ParallelConfig, check_layout
 from megarl.train import main
 from tests.tiny_models import write_tiny_model
 
@@ -67,6 +72,11 @@ def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
         ("reward.function=no.such:thing", ["reward.function", "no.such"]),
         ("loop.updates_per_step=3", ["updates_per_step", "3", "prompts_per_step"]),
         ("nonsense", ["nonsense", "section.key=value"]),
+        ("run.seed=99999999999999999999", ["run.seed", "4294967296"]),
+        ("parallel.timeout_minutes=.inf", ["parallel.timeout_minutes", "finite"]),
+        ("optimizer.learning_rate=.inf", ["optimizer.learning_rate", "finite"]),
+        ("optimizer={schedule: linear, min_learning_rate: 1.0}", ["min_learning_rate = 1.0", "learning_rate = 1e-06"]),
+        ("optimizer.min_learning_rate=1e-7", ["min_learning_rate = 1e-07", "schedule"]),
     ],
 )
 def test_a_bad_value_is_named(
@@ -83,6 +93,28 @@ def test_tensor_parallelism_that_does_not_divide_the_heads_is_named(
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = message_of(config, tmp_path, capsys, "parallel.tensor=4")
     assert "parallel.tensor = 4" in line and "2 key-value heads" in line
+
+
+def test_tensor_parallelism_that_does_not_divide_the_feed_forward_width_is_named(parts: Path) -> None:
+    shape = dataclasses.replace(read_model_shape(parts / "model"), feed_forward=97)
+    with pytest.raises(UserError, match=r"parallel.tensor = 2 does not divide the model's 97 feed-forward columns"):
+        check_layout(ParallelConfig(tensor=2), 2, shape)
+
+
+def test_a_config_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"run: {folder: \xe9}")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "latin.yaml")])
+    assert "latin.yaml is not valid YAML" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_nothing_is_refused(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit) as stopped:
+        evaluate([str(tmp_path / "config.yaml")])
+    assert stopped.value.code == 2 and "evaluation.sets is empty" in capsys.readouterr().err
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -286,6 +286,8 @@ def test_temperatures_that_are_all_equal_cost_one_pass(monkeypatch: pytest.Monke
         ({"targets": torch.tensor([0])}, r"\[T\]"),
         ({"vocab_size": 9}, "vocab_size"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e-39}, "temperature"),
+        ({"temperature": torch.tensor([1.0, 1e-39])}, "temperature"),
         ({"temperature": torch.ones(3)}, "temperature"),
         ({"temperature": torch.tensor([1.0, torch.nan])}, "temperature"),
         ({"entropy_temperature": -1.0}, "entropy_temperature"),

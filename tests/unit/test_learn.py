@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megarl.evaluate import average_at_k, pass_at_k
+from megarl.data.samples import Sample
+from megarl.evaluate import average_at_k, pass_at_k, summarise
 from megarl.learn import average, split_groups
+from megarl.measure import measure_rollout
+from megarl.rollout.collect import Collected
 from tests.tiny_models import random_samples
 
 
@@ -34,3 +38,26 @@ def test_pass_at_k_is_unbiased() -> None:
     # One right of four: two draws miss it with probability (3/4)(2/3) = 1/2.
     assert pass_at_k([[1, 0, 0, 0]], 2) == pytest.approx(0.5)
     assert pass_at_k([[0, 0, 0, 0], [1, 1, 1, 0]], 2) == pytest.approx(0.5)
+
+
+def scored(entropies: list[float], group: int) -> Sample:
+    sample = random_samples(1)[0]
+    sample.group, sample.response_ids = group, [3] * len(entropies)
+    sample.rollout_logprobs = [-1.0] * len(entropies)
+    sample.old_logprobs, sample.entropies = torch.full((len(entropies),), -1.0), torch.tensor(entropies)
+    return sample
+
+
+def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
+    samples = [scored([1.0, 3.0], 0), scored([], 0), scored([4.0], 1)]
+    metrics = measure_rollout(Collected(samples, 2, samples, 1, {}))
+    assert metrics["entropy/seq_mean"] == metrics["entropy/tiny"] == 3.0
+    assert metrics["entropy/token_mean"] == pytest.approx(8 / 3)
+    assert metrics["rollout/logprob_diff_max"] == 0.0 and metrics["rollout/response_length"] == 1.0
+    assert summarise("set", samples)["eval/set/entropy"] == 3.0
+
+
+def test_a_rollout_without_any_token_reports_no_entropy() -> None:
+    samples = [scored([], 0), scored([], 0)]
+    assert not [name for name in measure_rollout(Collected(samples, 1, samples, 1, {})) if "entropy" in name]
+    assert "eval/set/entropy" not in summarise("set", samples)

@@ -140,7 +140,12 @@ def test_overlong_prompts_are_cut_dropped_or_named(tmp_path: Path, tokenizer: An
             {"prompt": "1", "reward_model": {}},
             "row 2: no column data_source; needed are data_source, prompt, reward_model",
         ),
+        (row(truth=math.nan), "row 2: column reward_model.ground_truth is nan; a number must be finite"),
         ("{broken", "row 2: not valid JSON"),
+        (row("\ud83d"), "row 2: holds a lone surrogate"),
+        (row(extra_info={"\udc00": 1}), "row 2: holds a lone surrogate"),
+        ('{"prompt": ' + "9" * 5000 + "}", "row 2: not readable JSON"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "row 2: not readable JSON"),
         ("[1]", "row 2: is list; allowed: one object a line"),
     ],
 )
@@ -148,6 +153,14 @@ def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, bad: Any, expected: 
     with pytest.raises(UserError) as caught:
         load(tokenizer, jsonl(tmp_path, row(), bad))
     assert expected in str(caught.value) and "rows.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_characters_beyond_ascii_arrive_however_they_are_written(tmp_path: Path, tokenizer: Any) -> None:
+    text = "é\u2028\U0001f600"
+    plain = json.dumps(row(text), ensure_ascii=False)
+    (tmp_path / "marked.jsonl").write_text(plain, encoding="utf-8-sig")
+    prompts = load(tokenizer, jsonl(tmp_path, plain, row(text)), str(tmp_path / "marked.jsonl")).prompts
+    assert [prompt.text for prompt in prompts] == [text] * 3
 
 
 def test_a_bad_file_is_named(tmp_path: Path, tokenizer: Any) -> None:
@@ -250,9 +263,17 @@ def test_the_fingerprint_tells_contents_apart(tmp_path: Path, tokenizer: Any) ->
 def test_demonstration_cursor_shows_everything_once_an_epoch(tmp_path: Path, tokenizer: Any) -> None:
     file = jsonl(tmp_path, *(row(f"{number}+1=", response="1") for number in range(6)))
     config = DataConfig(files=[file], chat_template=False)
-    cursor = DemonstrationCursor(load_demonstrations(config.files, config, tokenizer), seed=1)
+    cursor = DemonstrationCursor(load_demonstrations(config.files, config, tokenizer), seed=1, shuffle=True)
     shown = [sample.prompt.index for sample in cursor.take(4) + cursor.take(8)]
     assert sorted(shown[:6]) == sorted(shown[6:]) == list(range(6)) and shown[:6] != shown[6:]
+
+
+def test_demonstrations_keep_the_files_order_without_shuffling(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [row(f"{number}+1=", response=str(number + 1)) for number in range(5)]
+    config = DataConfig(files=[jsonl(tmp_path, *rows)], chat_template=False, shuffle=False)
+    demonstrations = load_demonstrations(config.files, config, tokenizer)
+    cursor = DemonstrationCursor(demonstrations, seed=1, shuffle=config.shuffle)
+    assert [sample.prompt.index for sample in cursor.take(7)] == [0, 1, 2, 3, 4, 0, 1]
 
 
 @pytest.mark.skipif(not DAPO.is_file(), reason=f"{DAPO} is not on this machine")

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class CheckpointConfig(BaseModel):
     """When training state is saved, how much of it is kept, and what a resumed run insists on."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     every: int = Field(20, ge=1, description="Steps between checkpoints; the last step always leaves one.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
