@@ -18,7 +18,7 @@ def test_a_run_at_tensor_parallel_2_agrees_with_the_server_in_every_step(tmp_pat
     write_arithmetic(tmp_path / "data", train=32, evaluation=8, demonstrations=64, seed=3)
     rollout = {"engine": "sglang", "server_python": real_python(), "max_response_length": 8, "samples_per_prompt": 4}
     config = write_config(tmp_path / "run.yaml", tmp_path, rollout=rollout)
-    done = run_module("megarl.train", config, "parallel.tensor=2", "rollout.verify_sync=checksum", ranks=2)
+    done = run_module("megarl.train", config, "parallel.tensor=2", "rollout.verify_sync=checksum", ranks=2, timeout=500)
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path / "run")
     assert [step["step"] for step in steps] == [0, 1, 2]
