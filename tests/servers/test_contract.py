@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.server_contract import CONTRACT, LETHAL, dies_of
 from tests.server_processes import running_server, use_fake, write_served_model
+from tests.servers.conftest import Served
 
 pytestmark = pytest.mark.servers
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    folder = tmp_path_factory.mktemp("served")
-    model = write_served_model(folder / "model")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        running_server(model, folder / "server.log", python=use_fake(patch)) as url,
-    ):
-        yield url, model
-
-
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_contract(served: tuple[str, Path], check: Callable[[str, Path], None]) -> None:
-    check(*served)
+def test_contract(served: Served, check: Callable[[str, Path], None]) -> None:
+    check(served.urls[0], served.model)
 
 
 @pytest.mark.parametrize("cause", LETHAL)

@@ -28,6 +28,7 @@ OnAnswer = Callable[[int, Answer], None]  # (place of the request, its answer)
 FAILURES_TO_CONDEMN = 3  # in a row, at one server
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds before a server that failed is asked again
 ABORT_TIMEOUT = 10.0
+SECONDS_TO_SETTLE = 1.0
 NOTHING_YET = Answer([], [], "abort", [])
 
 
@@ -105,7 +106,7 @@ class _Round:
         self._waiting = deque(sorted(range(len(requests)), key=self._need, reverse=True))
         self._attempts = [0] * len(requests)
         self._unanswered = len(requests)
-        cap = client.config.tail_cap
+        cap = client.config.tail_cap if all(request.may_be_cut for request in requests) else None
         self._cut_at = None if cap is None else len(requests) - math.ceil(cap * len(requests))
         self._cutting = False
         self._aborts: set[asyncio.Task[None]] = set()
@@ -127,6 +128,7 @@ class _Round:
     async def _serve(self) -> None:
         """Nothing; every request is answered, or nobody is left that could."""
         outage_began: float | None = None
+        await self._settle()
         while self._unanswered and self._failure is None:
             self._dispatch()
             conditions = {server.condition for server in self._servers}
@@ -142,6 +144,12 @@ class _Round:
             await self._wait_for_change(1.0)
         if self._failure is not None:
             raise self._failure
+
+    async def _settle(self) -> None:
+        """Nothing; all servers are known, or the time is up: whoever is known first must not get all the work."""
+        until = time.monotonic() + SECONDS_TO_SETTLE
+        while any(server.condition is Condition.UNKNOWN for server in self._servers) and time.monotonic() < until:
+            await self._wait_for_change(until - time.monotonic())
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:

@@ -204,8 +204,8 @@ class SglangEngine:
         if len(prompt.token_ids) + limit > longest:
             raise UserError(
                 f"{where} has {len(prompt.token_ids)} tokens; with a response of {limit} it exceeds the {longest} "
-                f"tokens that the SGLang servers serve (the model's max_position_embeddings = {self._model.max_positions} "
-                "less 2, or less for lack of memory)"
+                f"tokens that the SGLang servers serve (the model has {self._model.max_positions} positions; "
+                "servers keep 2 of them, or more for lack of memory)"
             )
         outside = next((t for t in prompt.token_ids if not 0 <= t < self._model.vocabulary), None)
         if outside is not None:
