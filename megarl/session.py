@@ -35,6 +35,7 @@ from megarl.rollout.engine import GenerationRequest, RolloutEngine
 from megarl.rollout.job import gather
 from megarl.rollout.lagged import BatchesAhead, HandOvers
 from megarl.rollout.mismatch import check_mismatch, mismatch, sampling_logprobs
+from megarl.rollout.tails import HeldOver, is_cut
 from megarl.stop import StopRequest
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
@@ -124,6 +125,7 @@ class Session:
     rollout_group: dist.ProcessGroup | None = None  # all ranks, for batches ahead beside the policy's own exchanges
     hand_overs: HandOvers = field(default_factory=HandOvers)
     batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
+    held_over: HeldOver = field(default_factory=lambda: HeldOver(keeps=True))
     served_version: int = 0  # of the weights that the engine was handed last
 
     @classmethod
@@ -167,6 +169,7 @@ class Session:
                 seed=config.run.seed,
             ),
             cursor=cursor,
+            held_over=HeldOver(keeps=config.rollout.tail == "keep"),
             evaluation_sets=evaluation_sets,
             records=RunLogger(folder, next_step=state.step) if speaks and folder else None,
             console=Console(total_steps=config.loop.steps) if speaks else None,
@@ -278,9 +281,16 @@ class Session:
     def _generate_batch(self, step: int) -> Collected:
         loop, rollout = self.config.loop, self.config.rollout
 
-        def sample_groups(prompts: list[Prompt], generation_round: int) -> list[list[Sample]]:
+        def sample_groups(
+            prompts: list[Prompt], begun: list[list[Sample]], generation_round: int
+        ) -> list[list[Sample]]:
             key = (self.config.run.seed, TRAINING, step, generation_round)
-            return self._sample(prompts, rollout.samples_per_prompt, rollout.temperature, key, self.rollout_group)
+            fresh = self._requests(prompts, rollout.samples_per_prompt, rollout.temperature, key, may_be_cut=True)
+            rest = self._requests_for_the_rest(begun, key, first=len(fresh))
+            samples = self._generate([*rest, *fresh], self.rollout_group)
+            ends = iter(samples[: len(rest)])
+            whole = [[next(ends) if is_cut(sample) else sample for sample in group] for group in begun]
+            return whole + _groups_of(samples[len(rest) :], rollout.samples_per_prompt)
 
         return collect_groups(
             self.cursor,
@@ -288,6 +298,7 @@ class Session:
             wanted=loop.prompts_per_step,
             filter_groups=loop.filter_groups,
             max_rounds=loop.max_generation_rounds,
+            held=self.held_over,
         )
 
     def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
@@ -296,8 +307,7 @@ class Session:
         for order, (settings, prompts) in enumerate(self.evaluation_sets):
             count = (settings.final_samples if final else None) or settings.samples
             key = (self.config.run.seed, EVALUATION, step, order)
-            groups = self._sample(prompts, count, settings.temperature, key)
-            samples = [sample for group in groups for sample in group]
+            samples = self._generate(self._requests(prompts, count, settings.temperature, key))
             self.attach_scores(samples)
             metrics |= summarise(settings.name, samples)
         return metrics
@@ -347,15 +357,17 @@ class Session:
         self.engine.close()
         shutdown()
 
-    def _sample(
+    def _requests(
         self,
         prompts: Sequence[Prompt],
         count: int,
         temperature: float,
         key: tuple[int, ...],
-        group: dist.ProcessGroup | None = None,
-    ) -> list[list[Sample]]:
-        requests = [
+        *,
+        may_be_cut: bool = False,
+    ) -> list[GenerationRequest]:
+        """`count` requests for each prompt, prompt after prompt."""
+        return [
             GenerationRequest(
                 prompt=prompt,
                 group=group,
@@ -363,19 +375,48 @@ class Session:
                 temperature=temperature,
                 max_response_length=self.config.rollout.max_response_length,
                 key=key,
+                may_be_cut=may_be_cut,
             )
             for group, prompt in enumerate(prompts)
             for order in range(count)
         ]
+
+    def _requests_for_the_rest(
+        self, begun: Sequence[Sequence[Sample]], key: tuple[int, ...], first: int
+    ) -> list[GenerationRequest]:
+        """A request for each cut response in the groups; sample indices count from `first`."""
+        cut = [sample for group in begun for sample in group if is_cut(sample)]
+        return [
+            GenerationRequest(
+                prompt=sample.prompt,
+                group=sample.group,
+                sample_index=first + order,
+                temperature=sample.temperature,
+                max_response_length=self.config.rollout.max_response_length,
+                key=key,
+                may_be_cut=True,
+                begun=sample,
+            )
+            for order, sample in enumerate(cut)
+        ]
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], process_group: dist.ProcessGroup | None = None
+    ) -> list[Sample]:
+        """The graded samples of the requests, in their order, on every rank."""
         grade = reward_function(self.config.reward)
-        samples = generate_everywhere(
+        return generate_everywhere(
             self.engine,
             requests,
             lambda own: score_samples(own, grade),
             self._hand_over_again,
-            group,
+            process_group,
         )
-        return [samples[start : start + count] for start in range(0, len(samples), count)]
+
+
+def _groups_of(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+    """The samples in groups of `count`, in their order."""
+    return [list(samples[start : start + count]) for start in range(0, len(samples), count)]
 
 
 def _rollout_group(config: RunConfig) -> dist.ProcessGroup | None:

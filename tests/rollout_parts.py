@@ -62,6 +62,7 @@ def requests_for(
             temperature=temperature,
             max_response_length=limit,
             key=(1, 0),
+            may_be_cut=True,
         )
         for group in range(prompts)
         for order in range(samples)

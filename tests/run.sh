@@ -10,7 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Ranks share the cores of one machine: one thread each, and waiting threads sleep.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-venv="$(bash tools/make_environment.sh dev,report)"
+venv="$(bash tools/make_environment.sh dev,report,sglang)"
+MEGARL_SGLANG_VENV="$(bash tools/install_sglang_cpu.sh)"
+export MEGARL_SGLANG_VENV
 export PATH="$venv/bin:$PATH"
 
 summaries="$(mktemp)"
@@ -48,8 +50,10 @@ tests() { # GROUP [PYTEST ARGUMENTS]
 
 lint
 tests unit "$@"
+tests servers "$@"
 tests distributed "$@"
 tests e2e "$@"
+tests sglang "$@"
 
 echo "== durations: $(printf '%s; ' "${durations[@]}")"
 cat "$summaries"

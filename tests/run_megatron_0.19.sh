@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 version=0.19.2
 
-first="$(bash tools/make_environment.sh dev,report)"
+first="$(bash tools/make_environment.sh dev,report,sglang)"
 second="${MEGARL_VENV_019:-$first-megatron-0.19}"
 packages="$("$first/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 wanted="$version $packages"

@@ -78,7 +78,8 @@ def check_layout(config: ParallelConfig, world_size: int, shape: ModelShape) -> 
     chunks = config.pipeline * config.virtual_pipeline
     if shape.layers % chunks:
         raise UserError(
-            f"parallel.pipeline x parallel.virtual_pipeline = {chunks} does not divide the model's {shape.layers} layers"
+            f"parallel.pipeline x parallel.virtual_pipeline = {chunks} does not divide "
+            f"the model's {shape.layers} layers"
         )
     if config.sequence and config.tensor == 1:
         raise UserError("parallel.sequence = true needs parallel.tensor of at least 2")

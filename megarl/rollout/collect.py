@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megarl.data.prompts import PromptCursor
 from megarl.data.samples import Prompt, Sample
+from megarl.rollout.tails import HeldOver
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +29,20 @@ class Collected:
 
 def collect_groups(
     cursor: PromptCursor,
-    sample_groups: Callable[[list[Prompt], int], list[list[Sample]]],
+    sample_groups: Callable[[list[Prompt], list[list[Sample]], int], list[list[Sample]]],
     *,
     wanted: int,
     filter_groups: bool,
     max_rounds: int,
+    held: HeldOver | None = None,
 ) -> Collected:
     """`wanted` groups, or fewer when `max_rounds` rounds of generation did not yield them (with a warning).
 
-    `sample_groups(prompts, round)` generates and grades all samples of the prompts. With `filter_groups`, groups whose
-    rewards are all the same are dropped: their advantages are zero. Nothing is committed to the cursor.
+    `sample_groups(prompts, begun, round)` generates and grades all samples of the prompts, and what is missing in the
+    groups `begun`; these come first. With `filter_groups`, groups whose rewards are all the same are dropped: their
+    advantages are zero. Groups with cut responses go through `held`. Nothing is committed to the cursor.
     """
+    held = held or HeldOver(keeps=True)
     began = time.perf_counter()
     kept: list[list[Sample]] = []
     generated: list[Sample] = []
@@ -47,9 +51,10 @@ def collect_groups(
         missing = wanted - len(kept)
         # Ask for as many prompts as the share kept so far says are needed, and never more than a whole batch.
         rate = max(len(kept) / tried, 1 / wanted) if tried else 1.0
-        prompts = cursor.take(min(wanted, math.ceil(missing / rate)))
-        tried += len(prompts)
-        groups = sample_groups(prompts, rounds)
+        begun = held.take() if rounds == 0 else []
+        prompts = cursor.take(max(0, min(wanted, math.ceil(missing / rate)) - len(begun)))
+        groups = held.whole(sample_groups(prompts, begun, rounds))
+        tried += len(groups)
         rounds += 1
         generated += [sample for group in groups for sample in group]
         useful = [group for group in groups if not filter_groups or len({sample.reward for sample in group}) > 1]
@@ -71,6 +76,7 @@ def collect_groups(
         "rollout/groups_kept": float(len(kept)),
         "rollout/groups_filtered": float(tried - len(kept) - surplus),
         "rollout/groups_surplus": float(surplus),
+        "rollout/groups_held": float(len(held.groups)),
         "rollout/generation_seconds": seconds,
         "rollout/tokens_per_second": sum(sample.response_length for sample in generated) / seconds,
     }

@@ -25,6 +25,7 @@ class GenerationRequest:
     temperature: float
     max_response_length: int
     key: tuple[int, ...]
+    may_be_cut: bool = False  # the cap on long tails applies when it is true of all requests of a call
     begun: Sample | None = None  # what an earlier, aborted attempt sampled; the response goes on from there
 
 

@@ -54,6 +54,7 @@ METRICS: dict[str, str] = {
     "rollout/groups_kept": "Prompts that the step trains on, a count.",
     "rollout/groups_filtered": "Prompts dropped because all their responses got the same reward, a count.",
     "rollout/groups_surplus": "Useful prompts generated beyond what the step needed, a count.",
+    "rollout/groups_held": "Prompts whose cut responses go on in the next step, a count (rollout.tail = keep).",
     "rollout/retries": "Responses that had to be asked for once more, a count (sglang).",
     "rollout/nonsense": "Answers of servers that could not be right, a count; they are asked for again (sglang).",
     "rollout/stale": "Answers by other weights than the current ones, a count; they are asked for again (sglang).",

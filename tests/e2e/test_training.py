@@ -20,7 +20,9 @@ from tests.tiny_models import write_tiny_model
 pytestmark = pytest.mark.e2e
 
 
-def run_module(module: str, config: Path, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_module(
+    module: str, config: Path, *overrides: str, ranks: int = 1, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -28,7 +30,7 @@ def run_module(module: str, config: Path, *overrides: str, ranks: int = 1) -> su
         [*launcher, module, str(config), *overrides],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
 

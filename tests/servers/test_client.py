@@ -149,7 +149,6 @@ def test_a_long_tail_is_cut_and_goes_on_under_the_next_weights(served: Served, m
 
     other = weights_of(served.model, noise=0.1)
     engine.update_weights(other, 1)
-    engine._client.config = engine._config.model_copy(update={"tail_cap": None})
     rest = [
         GenerationRequest(r.prompt, r.group, r.sample_index, r.temperature, 600, r.key, begun)
         for r, begun in zip(long, cut, strict=True)

@@ -10,6 +10,7 @@ import pytest
 from megarl.data.prompts import PromptCursor, PromptSet
 from megarl.data.samples import Prompt, Sample
 from megarl.rollout.collect import collect_groups
+from megarl.rollout.tails import HeldOver
 
 
 def cursor_over(count: int) -> PromptCursor:
@@ -20,7 +21,7 @@ def cursor_over(count: int) -> PromptCursor:
 def groups_with_rewards(rewards_of: dict[int, list[float]], asked: list[list[int]]) -> Any:
     """A rollout that gives each prompt its listed rewards (1 and 0 where none are) and notes what it was asked."""
 
-    def sample_groups(prompts: list[Prompt], generation_round: int) -> list[list[Sample]]:
+    def sample_groups(prompts: list[Prompt], begun: list[list[Sample]], generation_round: int) -> list[list[Sample]]:
         asked.append([prompt.index for prompt in prompts])
         return [
             [
@@ -62,3 +63,50 @@ def test_the_cap_on_rounds_trains_on_what_there_is_with_a_warning(caplog: pytest
         collected = collect_groups(cursor_over(100), rollout, wanted=4, filter_groups=True, max_rounds=3)
     assert collected.groups == 1 and collected.rounds == 3
     assert "1 of 4" in caplog.text
+
+
+def rollout_that_cuts(cut: set[int], asked: list[list[int]], begun_seen: list[list[int]]) -> Any:
+    """Two responses to each prompt; the second is cut for the prompts in `cut`, the first time that it is asked for."""
+
+    def sample_groups(prompts: list[Prompt], begun: list[list[Sample]], generation_round: int) -> list[list[Sample]]:
+        asked.append([prompt.index for prompt in prompts])
+        begun_seen.append([group[0].prompt.index for group in begun])
+        for group in begun:
+            group[1] = Sample(group[1].prompt, 0, [1, 2], [0.0, 0.0], 1.0, "stop", 0, reward=0.0)
+        fresh = [
+            [
+                Sample(prompt, 0, [1], [0.0], 1.0, "stop", 0, reward=1.0),
+                Sample(prompt, 0, [1], [0.0], 1.0, "abort" if prompt.index in cut else "stop", 0),
+            ]
+            for prompt in prompts
+        ]
+        return [*begun, *fresh]
+
+    return sample_groups
+
+
+def test_groups_with_cut_responses_wait_for_the_next_step_and_come_first_there() -> None:
+    asked: list[list[int]] = []
+    begun: list[list[int]] = []
+    cursor, held = cursor_over(20), HeldOver(keeps=True)
+    rollout = rollout_that_cuts({1, 2}, asked, begun)
+    first = collect_groups(cursor, rollout, wanted=4, filter_groups=True, max_rounds=5, held=held)
+    assert asked == [[0, 1, 2, 3], [4, 5]]
+    assert first.groups == 4 and not any(sample.finish_reason == "abort" for sample in first.generated)
+    assert first.metrics["rollout/groups_held"] == 2 and begun[0] == begun[1] == []
+    second = collect_groups(cursor, rollout, wanted=4, filter_groups=True, max_rounds=5, held=held)
+    assert begun[-1] == [1, 2], "they are the first of the next step"
+    assert len(asked[-1]) == 2 and second.groups == 4 and held.groups == []
+    assert [sample.prompt.index for sample in second.samples][:4] == [1, 1, 2, 2]
+    assert second.samples[1].response_ids == [1, 2] and len(second.samples) == 8
+
+
+def test_dropped_responses_leave_smaller_groups_and_groups_of_one_go() -> None:
+    held = HeldOver(keeps=False)
+
+    def group(*reasons: Any) -> list[Sample]:
+        return [Sample(Prompt(0, "t", [1], "1"), 0, [1], [0.0], 1.0, reason, 0) for reason in reasons]
+
+    whole = held.whole([group("stop", "abort", "length"), group("stop", "abort"), group("abort", "abort")])
+    assert [[sample.finish_reason for sample in each] for each in whole] == [["stop", "length"]]
+    assert held.groups == [] and held.whole([group("stop")]) != [], "one sample per prompt is not a cut group"

@@ -44,13 +44,14 @@ def scored(entropies: list[float], group: int) -> Sample:
     sample = random_samples(1)[0]
     sample.group, sample.response_ids = group, [3] * len(entropies)
     sample.rollout_logprobs = [-1.0] * len(entropies)
-    sample.old_logprobs, sample.entropies = torch.full((len(entropies),), -1.0), torch.tensor(entropies)
+    sample.policy_logprobs, sample.entropies = torch.full((len(entropies),), -1.0), torch.tensor(entropies)
+    sample.old_logprobs = sample.policy_logprobs
     return sample
 
 
 def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
     samples = [scored([1.0, 3.0], 0), scored([], 0), scored([4.0], 1)]
-    metrics = measure_rollout(Collected(samples, 2, samples, 1, {}))
+    metrics = measure_rollout(Collected(samples, 2, samples, 1, 0, {}), version=0)
     assert metrics["entropy/seq_mean"] == metrics["entropy/tiny"] == 3.0
     assert metrics["entropy/token_mean"] == pytest.approx(8 / 3)
     assert metrics["rollout/logprob_diff_max"] == 0.0 and metrics["rollout/response_length"] == 1.0
@@ -59,5 +60,7 @@ def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
 
 def test_a_rollout_without_any_token_reports_no_entropy() -> None:
     samples = [scored([], 0), scored([], 0)]
-    assert not [name for name in measure_rollout(Collected(samples, 1, samples, 1, {})) if "entropy" in name]
+    assert not [
+        name for name in measure_rollout(Collected(samples, 1, samples, 1, 0, {}), version=0) if "entropy" in name
+    ]
     assert "eval/set/entropy" not in summarise("set", samples)

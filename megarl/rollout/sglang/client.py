@@ -106,7 +106,7 @@ class _Round:
         self._waiting = deque(sorted(range(len(requests)), key=self._need, reverse=True))
         self._attempts = [0] * len(requests)
         self._unanswered = len(requests)
-        cap = client.config.tail_cap
+        cap = client.config.tail_cap if all(request.may_be_cut for request in requests) else None
         self._cut_at = None if cap is None else len(requests) - math.ceil(cap * len(requests))
         self._cutting = False
         self._aborts: set[asyncio.Task[None]] = set()

@@ -147,9 +147,9 @@ class ServerControl:
         """
         self._call("pause_generation", {"mode": mode})
 
-    def resume(self) -> None:
+    def resume(self, deadline: float | None = None) -> None:
         """Nothing; paused requests go on."""
-        self._call("continue_generation", {})
+        self._call("continue_generation", {}, deadline=deadline)
 
     def flush_cache(self, wait: float = 0.0) -> None:
         """Nothing; cached prefixes are gone. Refused when requests still run after `wait` seconds."""

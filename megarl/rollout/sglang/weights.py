@@ -27,6 +27,7 @@ from megarl.rollout.sglang.weights_ipc import CudaIpcSender
 Way = Literal["auto", "ipc", "group", "http", "disk"]
 Verification = Literal["off", "probe", "checksum"]
 PROBE_LENGTH = 24  # tokens
+RESUME_SECONDS = 5.0  # that a server which failed is given to answer
 # Mean |log-prob difference| of a probe token that rounding explains, in nats.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
@@ -153,7 +154,8 @@ class WeightSync:
 
     def _send(self, weights: NamedTensors, version: str, places: Sequence[ServerPlace], own: _Attempt) -> None:
         settings = self._settings
-        fleet = Fleet([self._control(place) for place in places if self._talks_to(place)])
+        servers = [self._control(place) for place in places if self._talks_to(place)]
+        fleet = Fleet(servers)
         sender = self._sender_to(places)
         fleet.each(ServerControl.pause)
         if isinstance(sender, GroupSender):
@@ -178,6 +180,9 @@ class WeightSync:
             if not own.again:  # those with a part of the weights must not go on yet
                 fleet.each(ServerControl.resume)
             own.failed = fleet.failed
+            # What failed is restarted, or, where it ran before, asked again: then it must not be found paused.
+            fallen = Fleet([server for server in servers if server.url in fleet.failed])
+            fallen.each(lambda server: server.resume(RESUME_SECONDS))
 
     def _probe(self, weights: NamedTensors, places: Sequence[ServerPlace]) -> dict[str, str]:
         """The servers (URL -> reason) that give a probe's tokens other log-probs than the policy does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ class GroupSender:
         self._members: tuple[ServerPlace, ...] = ()
         self._controls: list[ServerControl] = []
         self._groups_made = 0
+        # A server that ran before may still be in a group of a run that ended without leaving it.
+        self._own_name = secrets.token_hex(4)
 
     def join(self, places: Sequence[ServerPlace], fleet: Fleet) -> None:
         """Nothing; the group holds exactly these servers, or has no member when one of them could not join."""
@@ -39,7 +42,7 @@ class GroupSender:
             return
         self.close()
         self._groups_made += 1
-        self._name = f"megarl-weights-{self._groups_made}"
+        self._name = f"megarl-weights-{self._own_name}-{self._groups_made}"
         size = 1 + sum(place.tensor_size for place in places)
         timeout = datetime.timedelta(seconds=self._deadline)
         address = address_towards([place.url for place in places])

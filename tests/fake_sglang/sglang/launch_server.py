@@ -330,7 +330,13 @@ def join_group(body: dict[str, Any]) -> Any:
     name, size, rank = body["group_name"], body["world_size"], body["rank_offset"]
     store = dist.TCPStore(body["master_address"], body["master_port"], world_size=size, is_master=False)
     group, _ = distributed_c10d._new_process_group_helper(
-        size, rank, [], distributed_c10d.Backend("gloo"), dist.PrefixStore(name, store), group_name=name
+        size,
+        rank,
+        [],
+        distributed_c10d.Backend("gloo"),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=distributed_c10d.default_pg_timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
@@ -340,7 +346,7 @@ async def destroy_weights_update_group(server: Server, request: web.Request) -> 
     name = (await request.json())["group_name"]
     if name not in server.groups:
         return reported(False, "The group to be destroyed does not exist.")
-    del server.groups[name]
+    torch.distributed.destroy_process_group(server.groups.pop(name))
     return reported(True, "Succeeded to destroy custom process group.")
 
 
@@ -357,7 +363,7 @@ async def update_weights_from_distributed(server: Server, request: web.Request) 
     ]
     if body.get("load_format") == "flattened_bucket":
         flat = torch.empty(sum(t.numel() * t.element_size() for _, t in received), dtype=torch.uint8)
-        await asyncio.to_thread(lambda: group.broadcast([flat], 0).wait())
+        await asyncio.to_thread(lambda: group.broadcast(flat, 0).wait())
         start = 0
         for _, tensor in received:
             end = start + tensor.numel() * tensor.element_size()
@@ -365,7 +371,7 @@ async def update_weights_from_distributed(server: Server, request: web.Request) 
             start = end
     else:
         for _, tensor in received:
-            await asyncio.to_thread(lambda tensor=tensor: group.broadcast([tensor], 0).wait())
+            await asyncio.to_thread(lambda tensor=tensor: group.broadcast(tensor, 0).wait())
     for name, tensor in received:
         if problem_text := server.load(name, tensor):
             return reported(False, f"Failed to update parameter online: {problem_text}.")
