@@ -65,6 +65,7 @@ class RunState:
 
     step: int = 0  # the step to run next
     cursor: dict[str, Any] | None = None  # place in the data; None at its beginning
+    held_over: list[int] = field(default_factory=list)  # prompts whose responses wait for their rest (rollout.tail)
     law_points: list[tuple[float, float]] = field(default_factory=list)  # (entropy, accuracy) of each evaluation
     sampling_key: list[int] = field(default_factory=list)  # seed and step, of which all random numbers are hashes
     trackers: dict[str, str] = field(default_factory=dict)  # where each tracker has this run

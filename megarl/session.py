@@ -126,6 +126,7 @@ class Session:
     hand_overs: HandOvers = field(default_factory=HandOvers)
     batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
     held_over: HeldOver = field(default_factory=lambda: HeldOver(keeps=True))
+    waiting: list[int] = field(default_factory=list)  # prompts of `held_over` after the batch taken last
     served_version: int = 0  # of the weights that the engine was handed last
 
     @classmethod
@@ -150,6 +151,12 @@ class Session:
         state = RunState.of(checkpoints.restore() if checkpoints else None)
         if state.cursor is not None:
             cursor.load_state_dict(state.cursor)
+        held_over = HeldOver(keeps=config.rollout.tail == "keep")
+        held_over.begin_anew(
+            cursor.named(state.held_over),
+            samples=config.rollout.samples_per_prompt,
+            temperature=config.rollout.temperature,
+        )
         return cls(
             config=config,
             layout=layout,
@@ -169,12 +176,13 @@ class Session:
                 seed=config.run.seed,
             ),
             cursor=cursor,
-            held_over=HeldOver(keeps=config.rollout.tail == "keep"),
+            held_over=held_over,
             evaluation_sets=evaluation_sets,
             records=RunLogger(folder, next_step=state.step) if speaks and folder else None,
             console=Console(total_steps=config.loop.steps) if speaks else None,
             checkpoints=checkpoints,
             state=state,
+            waiting=state.held_over,
         )
 
     def hand_over_weights(self, version: int) -> None:
@@ -226,6 +234,7 @@ class Session:
         return RunState(
             step=step,
             cursor=self.cursor.state_dict(),
+            held_over=self.waiting,
             law_points=list(law_points),
             sampling_key=[self.config.run.seed, step],
             trackers=self.records.trackers() if self.records else {},
@@ -261,6 +270,7 @@ class Session:
                 )
             collected = self.batches_ahead.take(step, timeout=self._timeout, serve=self._hand_over_if_owed)
         self.cursor.commit(collected.taken)
+        self.waiting = collected.held
         return collected
 
     @property

@@ -140,6 +140,11 @@ class PromptCursor:
         self._taken += count
         return [self._prompts[place] for place in places]
 
+    def named(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts with these indices, in their order; the cursor stays where it is."""
+        by_index = {prompt.index: prompt for prompt in self._prompts}
+        return [by_index[index] for index in indices]
+
     @property
     def taken(self) -> int:
         """Prompts taken since the first epoch began."""

@@ -24,6 +24,7 @@ class Collected:
     generated: list[Sample]  # all that was generated, before filtering
     rounds: int
     taken: int  # place of the cursor after this step's prompts: to be committed when the step trains on them
+    held: list[int]  # prompts (by index) of the groups that wait for the rest of their responses
     metrics: dict[str, float]
 
 
@@ -81,4 +82,4 @@ def collect_groups(
         "rollout/tokens_per_second": sum(sample.response_length for sample in generated) / seconds,
     }
     samples = [sample for group in kept for sample in group]
-    return Collected(samples, len(kept), generated, rounds, cursor.taken, metrics)
+    return Collected(samples, len(kept), generated, rounds, cursor.taken, held.prompts(), metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.data.samples import Sample
+from megarl.data.samples import Prompt, Sample
 
 Group = list[Sample]
 
@@ -16,6 +16,20 @@ class HeldOver:
 
     keeps: bool  # else cut responses are dropped, and nothing is ever held
     groups: list[Group] = field(default_factory=list)
+
+    def prompts(self) -> list[int]:
+        """The index of each waiting group's prompt."""
+        return [group[0].prompt.index for group in self.groups]
+
+    def begin_anew(self, prompts: Sequence[Prompt], *, samples: int, temperature: float) -> None:
+        """Nothing; groups of `samples` responses to these prompts wait, none of which has a token yet.
+
+        A resumed run does so: what was cut before it stopped is generated again, so that no prompt is lost.
+        """
+        self.groups = [
+            [Sample(prompt, 0, [], [], temperature, "abort", weight_version=-1) for _ in range(samples)]
+            for prompt in prompts
+        ]
 
     def take(self) -> list[Group]:
         """The waiting groups, which wait no longer."""

@@ -110,3 +110,21 @@ def test_dropped_responses_leave_smaller_groups_and_groups_of_one_go() -> None:
     whole = held.whole([group("stop", "abort", "length"), group("stop", "abort"), group("abort", "abort")])
     assert [[sample.finish_reason for sample in each] for each in whole] == [["stop", "length"]]
     assert held.groups == [] and held.whole([group("stop")]) != [], "one sample per prompt is not a cut group"
+
+
+def test_a_resumed_run_generates_again_what_waited_for_its_rest() -> None:
+    asked: list[list[int]] = []
+    begun: list[list[int]] = []
+    cursor, held = cursor_over(20), HeldOver(keeps=True)
+    rollout = rollout_that_cuts({1, 2}, asked, begun)
+    first = collect_groups(cursor, rollout, wanted=4, filter_groups=True, max_rounds=5, held=held)
+    assert first.held == [1, 2]
+    cursor.commit(first.taken)
+    resumed, waiting = cursor_over(20), HeldOver(keeps=True)
+    resumed.load_state_dict(cursor.state_dict())
+    waiting.begin_anew(resumed.named(first.held), samples=2, temperature=0.7)
+    assert [[(s.prompt.index, s.response_ids, s.finish_reason, s.temperature) for s in group] for group in waiting.groups] == [
+        [(index, [], "abort", 0.7)] * 2 for index in (1, 2)
+    ]  # fmt: skip
+    collect_groups(resumed, rollout, wanted=4, filter_groups=False, max_rounds=1, held=waiting)
+    assert begun[-1] == [1, 2] and asked[-1] == [6, 7], "no prompt is lost, none is taken twice"

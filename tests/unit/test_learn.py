@@ -51,7 +51,7 @@ def scored(entropies: list[float], group: int) -> Sample:
 
 def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
     samples = [scored([1.0, 3.0], 0), scored([], 0), scored([4.0], 1)]
-    metrics = measure_rollout(Collected(samples, 2, samples, 1, 0, {}), version=0)
+    metrics = measure_rollout(Collected(samples, 2, samples, 1, 0, [], {}), version=0)
     assert metrics["entropy/seq_mean"] == metrics["entropy/tiny"] == 3.0
     assert metrics["entropy/token_mean"] == pytest.approx(8 / 3)
     assert metrics["rollout/logprob_diff_max"] == 0.0 and metrics["rollout/response_length"] == 1.0
@@ -61,6 +61,6 @@ def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
 def test_a_rollout_without_any_token_reports_no_entropy() -> None:
     samples = [scored([], 0), scored([], 0)]
     assert not [
-        name for name in measure_rollout(Collected(samples, 1, samples, 1, 0, {}), version=0) if "entropy" in name
+        name for name in measure_rollout(Collected(samples, 1, samples, 1, 0, [], {}), version=0) if "entropy" in name
     ]
     assert "eval/set/entropy" not in summarise("set", samples)
