@@ -123,8 +123,7 @@ def test_a_resumed_run_generates_again_what_waited_for_its_rest() -> None:
     resumed, waiting = cursor_over(20), HeldOver(keeps=True)
     resumed.load_state_dict(cursor.state_dict())
     waiting.begin_anew(resumed.named(first.held), samples=2, temperature=0.7)
-    assert [[(s.prompt.index, s.response_ids, s.finish_reason, s.temperature) for s in group] for group in waiting.groups] == [
-        [(index, [], "abort", 0.7)] * 2 for index in (1, 2)
-    ]  # fmt: skip
+    found = [[(s.prompt.index, s.response_ids, s.finish_reason, s.temperature) for s in g] for g in waiting.groups]
+    assert found == [[(index, [], "abort", 0.7)] * 2 for index in (1, 2)]
     collect_groups(resumed, rollout, wanted=4, filter_groups=False, max_rounds=1, held=waiting)
     assert begun[-1] == [1, 2] and asked[-1] == [6, 7], "no prompt is lost, none is taken twice"
