@@ -107,19 +107,19 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "strikes"),
+    ("layout", "strikes", "checkpoint"),
     [
-        ("dp2", [("update", 5, "SIGKILL"), ("save", 3, "SIGKILL"), ("update", 2, "SIGTERM")]),
-        ("tp2", [("save", 5, "SIGKILL")]),
-        ("pp2", [("update", 5, "SIGUSR1")]),
+        ("dp2", [("update", 5, "SIGKILL"), ("save", 3, "SIGKILL"), ("update", 2, "SIGTERM")], {"every": 1}),
+        ("tp2", [("save", 5, "SIGKILL")], {"every": 1}),
+        ("pp2", [("update", 5, "SIGUSR1")], {"every": 2, "asynchronous": True}),
     ],
 )
 def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(
-    parts: Path, tmp_path: Path, layout: str, strikes: list[tuple[str, int, str]]
+    parts: Path, tmp_path: Path, layout: str, strikes: list[tuple[str, int, str]], checkpoint: dict[str, Any]
 ) -> None:
     whole = run(write_config(tmp_path / "whole.yaml", parts, LAYOUTS[layout]))
     assert whole.returncode == 0, whole.stderr
-    config = write_config(tmp_path / "struck.yaml", parts, LAYOUTS[layout])
+    config = write_config(tmp_path / "struck.yaml", parts, LAYOUTS[layout], checkpoint=checkpoint)
     for strike in strikes:
         done = run(config, strike=strike)
         assert (done.returncode == 0) == (strike[2] != "SIGKILL"), (strike, done.stderr)
@@ -127,6 +127,21 @@ def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(
     resumed = run(config)
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(tmp_path / "struck", tmp_path / "whole")
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(parts: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", parts, {})
+    assert run(config, ranks=1).returncode == 0
+    records = metrics_of(tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    shard = newest / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 64] = bytes(64 * [0xA5])
+    shard.write_bytes(content)
+    resumed = run(config, ranks=1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{newest.name} is damaged: __0_0.distcp" in resumed.stdout + resumed.stderr
+    assert metrics_of(tmp_path / "run") == records
 
 
 def test_sigterm_to_torchrun_saves_and_a_second_signal_ends_at_once(parts: Path, tmp_path: Path) -> None:
@@ -165,19 +180,3 @@ def test_a_changed_config_is_refused_or_accepted_key_by_key(parts: Path, tmp_pat
     assert longer.returncode == 0, longer.stderr
     assert "loop.steps = 1 became 2" in longer.stdout + longer.stderr
     assert [step["step"] for step in metrics_of(tmp_path / "run")] == [0, 1, 2]
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(parts: Path, tmp_path: Path) -> None:
-    whole = run(write_config(tmp_path / "whole.yaml", parts, {}), ranks=1)
-    assert whole.returncode == 0, whole.stderr
-    config = write_config(tmp_path / "struck.yaml", parts, {}, checkpoint={"every": 1, "asynchronous": True})
-    assert run(config, strike=("update", 9, "SIGTERM"), ranks=1).returncode == 0
-    newest = sorted((tmp_path / "struck" / "checkpoints").iterdir())[-1]
-    shard = newest / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 64] = bytes(64 * [0xA5])
-    shard.write_bytes(content)
-    resumed = run(config, ranks=1)
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"{newest.name} is damaged: __0_0.distcp" in resumed.stdout + resumed.stderr
-    assert_same_run(tmp_path / "struck", tmp_path / "whole")

@@ -93,5 +93,5 @@ def test_smollm2_converts_generates_and_comes_back_bit_for_bit(smollm2: Path, tm
     prompt, generated, text = greedy(smollm2, 40)
     assert greedy(tmp_path / "back", 40) == (prompt, generated, text)
     assert "19" in text, text
-    for choices in run_ranks(policy_choices, 2, str(tmp_path / "back"), prompt, generated):
+    for choices in run_ranks(policy_choices, 2, str(tmp_path / "back"), prompt, generated, timeout=280):
         assert choices is None or choices == generated

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.policy.mcore import (
     AsyncRequest,
@@ -59,14 +60,17 @@ def prepare_save(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """(write, finish) of a sharded state dict: `write` may run in a thread, `finish` follows on the main thread.
 
-    Collective over the job, as are both functions. `write` raises torch's CheckpointException on every rank when one
-    rank cannot write.
+    Collective over the job, as are both functions. When one rank cannot write, `write` raises its error on every rank.
     """
     strategy = InProcessStrategy(group, copies=copies)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
 
     def write() -> None:
-        request.async_fn(*request.async_fn_args)
+        try:
+            request.async_fn(*request.async_fn_args)
+        except CheckpointException as error:  # which is no Exception, and hides what went wrong
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from error
 
     def finish() -> None:
         for function in request.finalize_fns:

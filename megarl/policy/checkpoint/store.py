@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import UserError
 from megarl.policy.checkpoint import files, megatron_format
@@ -245,16 +244,13 @@ class Checkpoints:
 
     def _report(self, step: int | None, error: Exception) -> tuple[bool, str]:
         """(whether it is a matter of the disk, the message)."""
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, OSError):
+        if isinstance(error, OSError):
             what = "checkpoints cannot be read" if step is None else f"the checkpoint of step {step} cannot be written"
             last = (
                 f"; the last good one is {files.step_folder(self.root, max(self._saved)).name}" if self._saved else ""
             )
-            return True, f"{self.root}: {what}: {cause.strerror or cause}{last}"
-        return False, f"rank {self._rank}: {type(cause).__name__}: {cause}"
+            return True, f"{self.root}: {what}: {error.strerror or error}{last}"
+        return False, f"rank {self._rank}: {type(error).__name__}: {error}"
 
 
 def check_model(manifest: Manifest, shape: ModelShape, folder: Path) -> None:
