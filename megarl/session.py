@@ -167,6 +167,7 @@ class Session:
         if first_set in metrics and "entropy/seq_mean" in metrics:
             self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
             self.records.samples(step, samples)
+            self.records.tokens(step, samples, self.tokenizer)
         self.console.step(step, metrics)
 
     def close(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from megarl.config import RunConfig, load_config
 from megarl.errors import exits_cleanly_on_user_error
+from megarl.law.live import Point, budget_warning, law_metrics
 from megarl.learn import learn
-from megarl.measure import measure_law, measure_rollout
+from megarl.measure import measure_rollout
 from megarl.objective.objective import objective_warnings
 from megarl.session import Session, logger, one_config_argument
 from megarl.track.clock import PhaseClock
@@ -23,7 +24,7 @@ def train(session: Session) -> None:
     config = session.config
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
         logger.warning(warning)
-    law_points: list[tuple[float, float]] = []
+    law_points: list[Point] = []
     session.hand_over_weights(version=0)
     for step in range(config.loop.steps + 1):
         final = step == config.loop.steps
@@ -37,8 +38,11 @@ def train(session: Session) -> None:
         if session.evaluation_sets and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
-            law_points.append((metrics["entropy/seq_mean"], metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]))
-            metrics |= measure_law(law_points)
+            accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
+            law_points.append((step, metrics["entropy/seq_mean"], accuracy))
+            metrics |= law_metrics(law_points, last_step=config.loop.steps)
+            if (little_left := budget_warning(law_points)) is not None:
+                logger.warning(little_left)
         if not final and rollout.samples:
             with clock("update"):
                 metrics |= learn(session, rollout.samples, step)
