@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.ndimage import median_filter
 
 from megarl.errors import UserError
@@ -23,7 +24,9 @@ Family = Literal["stretched exponential", "power"]
 MINIMUM_POINTS = 5
 HELD_OUT_SHARE = 1 / 3
 RHO = np.array([0.0, 0.3, 0.6, 0.8])
-TIMES_PER_DECADE = 12
+COARSE = (32, 8)  # times, shapes
+FINE = (32, 14)
+NEGLIGIBLE = 1e-4  # of the largest weight
 DRAWS = 4000
 
 
@@ -35,9 +38,10 @@ def _power(t: Floats, tau: Floats, exponent: Floats) -> Floats:
     return (1 + t / tau) ** -exponent
 
 
-FAMILIES: dict[Family, tuple[Callable[[Floats, Floats, Floats], Floats], Floats]] = {
-    "stretched exponential": (_stretched_exponential, np.array([0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0, 1.15])),
-    "power": (_power, np.array([0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0])),
+# Each family's curve and the range of its shape.
+FAMILIES: dict[Family, tuple[Callable[[Floats, Floats, Floats], Floats], tuple[float, float]]] = {
+    "stretched exponential": (_stretched_exponential, (0.3, 1.2)),
+    "power": (_power, (0.3, 3.0)),
 }
 
 
@@ -134,28 +138,50 @@ def fit_decay(steps: Floats, entropy: Floats, horizon: float) -> DecayFit:
 
 
 def _fit_cells(name: Family, t: Floats, entropy: Floats, longest: float) -> _Cells:
-    curve, shapes = FAMILIES[name]
-    shortest = float(np.diff(t).min()) / 2
-    decades = np.log10(10 * longest / shortest)
-    taus = np.geomspace(shortest, 10 * longest, max(8, int(TIMES_PER_DECADE * decades)))
-    tau, shape = (grid.ravel() for grid in np.meshgrid(taus, shapes, indexing="ij"))
+    """The grid over the shapes that matter: a coarse one over all shapes shows where the weight lies."""
+    curve, (low, high) = FAMILIES[name]
     smooth = median_filter(entropy, size=min(5, len(entropy)), mode="nearest")
-    g = curve(t[None, :], tau[:, None], shape[:, None])
-    design = np.stack([np.ones_like(g), g], axis=-1) / smooth[None, :, None]  # [cells, n, 2]
-    response = entropy / smooth
-    fitted = [_regress(design, response, rho) for rho in RHO]
-    log_weight = np.stack([part[0] for part in fitted])  # [rho, cells]
+    shortest = float(np.diff(t).min()) / 2
+    taus, shapes = np.geomspace(shortest, 10 * longest, COARSE[0]), np.geomspace(low, high, COARSE[1])
+    _, _, log_weight, _, _ = _grid(curve, t, entropy, smooth, taus, shapes)
+    heavy = np.exp(log_weight - log_weight.max()).max(axis=0).reshape(len(taus), len(shapes)) > NEGLIGIBLE
+    taus = np.geomspace(*_around(taus, heavy.any(axis=1)), FINE[0])
+    shapes = np.geomspace(*_around(shapes, heavy.any(axis=0)), FINE[1])
+    tau, shape, log_weight, mean, root = _grid(curve, t, entropy, smooth, taus, shapes)
     weight = np.exp(log_weight - log_weight.max())
     return _Cells(
         curve=curve,
         tau=np.tile(tau, len(RHO)),
         shape=np.tile(shape, len(RHO)),
         weight=(weight / weight.sum()).ravel(),
-        mean=np.concatenate([part[1] for part in fitted]),
-        root=np.concatenate([part[2] for part in fitted]),
+        mean=mean,
+        root=root,
         degrees_of_freedom=len(t) - 2,
         highest_floor=float(np.median(entropy[-3:])),
     )
+
+
+def _around(grid: Floats, heavy: NDArray[np.bool_]) -> tuple[float, float]:
+    """The ends of the heavy part of a grid, one cell wider on both sides."""
+    places = np.flatnonzero(heavy)
+    return float(grid[max(places[0] - 1, 0)]), float(grid[min(places[-1] + 1, len(grid) - 1)])
+
+
+def _grid(
+    curve: Callable[[Floats, Floats, Floats], Floats],
+    t: Floats,
+    entropy: Floats,
+    smooth: Floats,
+    taus: Floats,
+    shapes: Floats,
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """(tau [cells], shape [cells], log weight [rho, cells], coefficients [rho cells, 2], roots [rho cells, 2, 2])."""
+    tau, shape = (grid.ravel() for grid in np.meshgrid(taus, shapes, indexing="ij"))
+    g = curve(t[None, :], tau[:, None], shape[:, None])
+    design = np.stack([np.ones_like(g), g], axis=-1) / smooth[None, :, None]  # [cells, n, 2]
+    fitted = [_regress(design, entropy / smooth, rho) for rho in RHO]
+    log_weight, mean, root = zip(*fitted, strict=True)
+    return tau, shape, np.stack(log_weight), np.concatenate(mean), np.concatenate(root)
 
 
 def _regress(design: Floats, response: Floats, rho: float) -> tuple[Floats, Floats, Floats]:

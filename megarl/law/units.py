@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -19,8 +20,9 @@ EntropyUnit = Literal["nats", "bits"]
 
 NATS_PER_BIT = math.log(2)
 LARGEST_NATS = math.log(2**20)  # the entropy of a uniform choice among a million tokens
-# A jump between neighbours by the factor 1 / ln 2, or back, in an otherwise smooth run: two units in one column.
-UNIT_JUMP_TOLERANCE = 0.02
+# A jump between neighbours by the factor 1 / ln 2 or back, beside their usual change, in an otherwise smooth run: two
+# units in one column.
+UNIT_JUMP_TOLERANCE = 0.03
 SMOOTH_CHANGE = 0.10
 
 
@@ -103,7 +105,8 @@ def _unit_jump(entropies: Sequence[float]) -> int | None:
     if len(entropies) < 6 or min(entropies) <= 0:
         return None
     changes = [math.log(later / earlier) for earlier, later in itertools.pairwise(entropies)]
-    jumps = [i for i, change in enumerate(changes) if abs(abs(change) + math.log(NATS_PER_BIT)) < UNIT_JUMP_TOLERANCE]
+    usual = statistics.median(changes)
+    jumps = [i for i, c in enumerate(changes) if abs(abs(c - usual) + math.log(NATS_PER_BIT)) < UNIT_JUMP_TOLERANCE]
     smooth = all(abs(change) < SMOOTH_CHANGE for i, change in enumerate(changes) if i not in jumps)
     return jumps[0] + 1 if jumps and smooth else None
 

@@ -50,11 +50,11 @@ def test_prefix_sizes() -> None:
 
 @pytest.mark.parametrize("family", ["stretched", "power"])
 def test_a_long_quiet_series_is_continued_on_its_curve(family: str) -> None:
-    steps, entropy, _ = run_of(300, noise=0.002, family=family)
+    steps, entropy, _ = run_of(300, noise=0.01, family=family)
     decay = fit_decay(steps[:150], entropy[:150], 1000.0)
     drawn = decay.draw(np.array([700.0, 1000.0]), 2000, np.random.default_rng(0))
     truth = run_of(300, noise=0.0, family=family)[1][[209, 299]]
-    assert np.median(drawn, axis=0) == pytest.approx(truth, rel=0.1)
+    assert np.median(drawn, axis=0) == pytest.approx(truth, rel=0.15)
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     assert (low <= truth).all() and (truth <= high).all()
     assert decay.family.startswith(family)

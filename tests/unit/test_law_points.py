@@ -34,11 +34,11 @@ def test_several_columns_can_tell_runs_apart(tmp_path: Path) -> None:
 
 def test_percent_is_told_from_fractions(tmp_path: Path) -> None:
     percent = read_law_points(written(tmp_path, "entropy,reward\n.5,10\n.4,20.5\n"))
-    assert percent.reward == [0.1, 0.205] and percent.reward_unit == "percent"
+    assert percent.reward == pytest.approx([0.1, 0.205]) and percent.reward_unit == "percent"
     fraction = read_law_points(written(tmp_path, "entropy,reward\n.5,0.1\n.4,1\n"))
     assert fraction.reward == [0.1, 1.0] and fraction.reward_unit == "fraction"
     small = read_law_points(written(tmp_path, "entropy,acc_percent\n.5,0.1\n.4,0.9\n"), reward="acc_percent")
-    assert small.reward == [0.001, 0.009] and small.reward_unit == "percent"
+    assert small.reward == pytest.approx([0.001, 0.009]) and small.reward_unit == "percent"
     # A percentage that climbs from nothing is no mixture.
     climbing = read_law_points(written(tmp_path, "entropy,reward\n.5,0\n.5,.4\n.4,1.5\n.3,6\n.2,40\n"))
     assert climbing.reward_unit == "percent"
