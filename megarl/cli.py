@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import megarl
 from megarl.errors import exits_cleanly_on_user_error
 from megarl.law.commands import add_law_commands
+from megarl.report.page import add_report_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_law_commands(commands)
+    add_report_command(commands)
     return parser
 
 

@@ -33,7 +33,7 @@ from megarl.law.printing import (
 from megarl.law.runs import read_run_series
 from megarl.law.scaling import SizePoint, fit_scaling
 from megarl.law.sharing import differences, sharing_statement
-from megarl.law.theory import Correlation, covariance_entropy_correlation
+from megarl.law.theory import series_correlation
 
 PAPER_FRACTION = 0.15  # section 2.4
 
@@ -134,24 +134,12 @@ def law_scale(options: argparse.Namespace) -> None:
 
 def law_theory(options: argparse.Namespace) -> None:
     """Correlate a run's group-wise covariance (Eq. 8) with the fall of its entropy, both smoothed."""
-    found = correlation_of_run(Path(options.run_dir), options.window)
+    series = read_run_series(Path(options.run_dir), ["covariance/group", "entropy/seq_mean"])
+    found = series_correlation(series["covariance/group"], series["entropy/seq_mean"], options.window)
     if options.json:
         print(json.dumps(dataclasses.asdict(found)))
     else:
         print_correlation(options.run_dir, found)
-
-
-def correlation_of_run(folder: Path, window: int | None = None) -> Correlation:
-    """The correlation over the run's unbroken steps that have a covariance. Raises UserError: a run without any."""
-    series = read_run_series(folder, ["covariance/group", "entropy/seq_mean"])
-    covariance, entropy = series["covariance/group"], series["entropy/seq_mean"]
-    steps = sorted(step for step in covariance if step in entropy and step + 1 in entropy)
-    if not steps:
-        raise UserError(f"{folder / 'metrics.jsonl'} holds no covariance/group between two entropy/seq_mean")
-    if steps != list(range(steps[0], steps[-1] + 1)):
-        raise UserError(f"{folder / 'metrics.jsonl'} lacks covariance/group or entropy/seq_mean of steps in between")
-    entropies = [entropy[step] for step in [*steps, steps[-1] + 1]]
-    return covariance_entropy_correlation([covariance[step] for step in steps], entropies, window=window)
 
 
 def _add_columns(

@@ -8,7 +8,7 @@ the measured fall of the entropy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,12 +124,7 @@ def covariance_entropy_correlation(
     pairs = np.stack([np.convolve(c, kernel, "valid"), np.convolve(h[:-1] - h[1:], kernel, "valid")])
     if not (np.ptp(pairs, axis=1) > 0).all():
         raise UserError("covariance or entropy does not vary over the run; there is no correlation")
-    generator = np.random.default_rng(seed)
-    length, count = min(2 * window, pairs.shape[1]), pairs.shape[1]
-    blocks = -(-count // length)
-    starts = generator.integers(0, count - length + 1, size=(BOOTSTRAP_DRAWS, blocks))
-    drawn = pairs[:, (starts[:, :, None] + np.arange(length)).reshape(BOOTSTRAP_DRAWS, -1)]
-    low, high = np.percentile(_correlation(drawn), [2.5, 97.5])
+    low, high = np.percentile(_bootstrapped_correlations(pairs, window, seed), [2.5, 97.5])
     return Correlation(
         value=float(_correlation(pairs)),
         interval=(float(low), float(high)),
@@ -137,6 +132,36 @@ def covariance_entropy_correlation(
         steps=len(c),
         positive_share=float((c > 0).mean()),
     )
+
+
+def _bootstrapped_correlations(pairs: Floats, window: int, seed: int) -> Floats:
+    """[draws]: correlations of smoothed pairs [2, n] over redrawn blocks of two windows, by the blocks' moments."""
+    x, y = pairs - pairs.mean(axis=1, keepdims=True)
+    length = min(2 * window, len(x))
+    moments = np.stack([x, y, x * x, y * y, x * y])
+    sums = np.concatenate([np.zeros((5, 1)), moments.cumsum(axis=1)], axis=1)
+    of_blocks = sums[:, length:] - sums[:, :-length]  # [5, possible blocks]
+    blocks = -(-len(x) // length)
+    starts = np.random.default_rng(seed).integers(0, of_blocks.shape[1], size=(BOOTSTRAP_DRAWS, blocks))
+    mean_x, mean_y, xx, yy, xy = of_blocks[:, starts].sum(axis=-1) / (blocks * length)
+    scale = np.sqrt((xx - mean_x**2) * (yy - mean_y**2))
+    return np.asarray((xy - mean_x * mean_y) / np.maximum(scale, 1e-300))
+
+
+def series_correlation(
+    covariance: Mapping[int, float], entropy: Mapping[int, float], window: int | None = None
+) -> Correlation:
+    """The same for series by step, over the steps that have a covariance and an entropy before and after.
+
+    Raises UserError: no such step, or steps are missing in between.
+    """
+    steps = sorted(step for step in covariance if step in entropy and step + 1 in entropy)
+    if not steps:
+        raise UserError("the run has no step with covariance/group and entropy/seq_mean before and after it")
+    if steps != list(range(steps[0], steps[-1] + 1)):
+        raise UserError(f"covariance/group or entropy/seq_mean is missing between steps {steps[0]} and {steps[-1]}")
+    entropies = [entropy[step] for step in [*steps, steps[-1] + 1]]
+    return covariance_entropy_correlation([covariance[step] for step in steps], entropies, window=window)
 
 
 def _correlation(pairs: Floats) -> Floats:

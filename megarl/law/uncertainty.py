@@ -17,7 +17,7 @@ from scipy.special import stdtr
 
 Floats = NDArray[np.float64]
 
-RHO_GRID = np.linspace(0.0, 0.98, 50)
+RHO_GRID = np.linspace(-0.5, 0.98, 50)
 
 
 @dataclass(frozen=True)
