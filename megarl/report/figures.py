@@ -356,7 +356,8 @@ def _shape(runs: Sequence[ReportRun]) -> alt.Shape:
 
 
 def _fixed(field: str, names: list[str], colours: list[str], title: str) -> alt.Color:
-    legend = alt.Legend(orient="bottom", columns=3, labelLimit=0)
+    columns = 1 if max(map(len, names)) > 15 else 3  # they must fit a phone
+    legend = alt.Legend(orient="bottom", columns=columns, labelLimit=0)
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=names, range=colours), title=title, legend=legend)
 
 

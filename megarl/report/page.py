@@ -17,6 +17,7 @@ from megarl.law.scaling import MINIMUM_SIZES, ScalingFit, SizePoint, fit_scaling
 from megarl.law.sharing import sharing_statement
 from megarl.report.run import ReportRun, read_report_runs
 
+MOST_CORRELATIONS = 3  # runs whose correlation is put into a sentence; the table has all
 HERE = Path(__file__).parent
 PICTURE_WIDTH, PICTURE_SCALE = 640, 2
 EXTRA = "megarl report needs the packages altair, vl-convert-python and jinja2: pip install 'megarl[report]'"
@@ -90,7 +91,7 @@ def build(runs: Sequence[ReportRun], title: str) -> tuple[str, list[Any]]:
         tokens=embedded(token_view(runs)),
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
-        library=vl_convert.javascript_bundle(snippet=None).replace("</script", "<\\/script"),
+        library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
     )
     return page, drawn
 
@@ -102,7 +103,7 @@ def embedded(value: Any) -> str:
 
 HEADINGS = (
     "Algorithm", "Last step", "H at start", "H at end", "Accuracy at end", "a", "b", "Ceiling", "R²",
-    "Forecast error (H known)", "Forecast of the end", "Law",
+    "Forecast error (H known)", "Forecast of the end", "Covariance and −dH", "Law",
 )  # fmt: skip
 
 
@@ -121,6 +122,8 @@ def cells(run: ReportRun) -> list[str]:
         line += [_with_interval(fit, name) for name in ("a", "b", "ceiling")] + [f"{fit.r2:.3f}"]
     line.append("–" if run.known is None else f"RMSE {run.known.rmse:.3f}, last {run.known.final_error:+.3f}")
     line.append("–" if run.ahead is None else _forecast_cell(run))
+    found = run.correlation
+    line.append("–" if found is None else f"{found.value:.2f} [{found.interval[0]:.2f}, {found.interval[1]:.2f}]")
     line.append("no fit" if fit is None else "holds" if fit.holds else "does not hold")
     return line
 
@@ -145,7 +148,7 @@ def statements(runs: Sequence[ReportRun], scaling: ScalingFit | None) -> list[St
         else:
             found += [Statement(run.name, f"The law does not hold: {text}.") for text in run.fit.warnings]
     found += _sharing(runs)
-    for run in runs:
+    for run in runs if len(runs) <= MOST_CORRELATIONS else []:
         if run.correlation is not None:
             low, high = run.correlation.interval
             found.append(
