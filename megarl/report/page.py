@@ -193,13 +193,14 @@ def _sharing(runs: Sequence[ReportRun]) -> list[Statement]:
 
 
 def scaling_of(runs: Sequence[ReportRun]) -> ScalingFit | None:
-    """The scaling fit of the runs whose model size is known, where there are at least three sizes."""
+    """The scaling fit of the runs whose model size is known, where there are three, measured alike."""
     points = [
         SizePoint(run.parameters, run.fit.a, run.fit.b, run.name)
         for run in runs
         if run.fit is not None and run.parameters is not None
     ]
-    if len({point.parameters for point in points}) < MINIMUM_SIZES:
+    alike = len({tuple(run.conditions.values()) for run in runs}) == 1
+    if not alike or len({point.parameters for point in points}) < MINIMUM_SIZES:
         return None
     return fit_scaling(points)
 

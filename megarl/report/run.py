@@ -87,7 +87,8 @@ def read_report_run(folder: str | Path, name: str, evaluation_set: str | None = 
     series = {label: series_of(records, metric) for label, metric in CURVES.items()}
     if not series["entropy"]:
         raise UserError(f"{folder / 'metrics.jsonl'} holds no entropy/seq_mean")
-    points = read_law_points(folder / "law.csv")
+    accuracy = series_of(records, f"eval/{first}/accuracy")
+    points = _points(folder / "law.csv", series["entropy"], accuracy, of_first_set=evaluation_set is None)
     fit, why = _fit(points)
     return ReportRun(
         name=name,
@@ -95,7 +96,7 @@ def read_report_run(folder: str | Path, name: str, evaluation_set: str | None = 
         series=series,
         tails={tail: series_of(records, f"covariance/top_{tail}%") for tail in TAILS}
         | {"mean": series_of(records, "covariance/mean")},
-        accuracy=series_of(records, f"eval/{first}/accuracy"),
+        accuracy=accuracy,
         accuracy_error=series_of(records, f"eval/{first}/accuracy_stderr"),
         evaluation_set=first,
         law=points,
@@ -125,6 +126,19 @@ def read_report_runs(folders: list[str], evaluation_set: str | None = None) -> l
 def _first_set(config: dict[str, Any], found: set[str]) -> str:
     sets = [entry.get("name") for entry in config.get("evaluation", {}).get("sets") or []]
     return next((name for name in sets if name in found), min(found, default=""))
+
+
+def _points(path: Path, entropy: Series, accuracy: Series, *, of_first_set: bool) -> LawPoints:
+    """The run's law.csv, which is of its first evaluation set; another set's points come from the metrics."""
+    if of_first_set and path.is_file() and len(path.read_text(encoding="utf-8").split()) > 1:
+        return read_law_points(path)
+    steps = sorted(step for step in accuracy if step in entropy)
+    return LawPoints(
+        steps=[float(step) for step in steps],
+        entropy=[entropy[step] for step in steps],
+        reward=[accuracy[step] for step in steps],
+        skipped=0,
+    )
 
 
 def _fit(points: LawPoints) -> tuple[LawFit | None, str]:

@@ -65,7 +65,7 @@ def describe(member: Member) -> None:
 
 
 def parameters_of(member: Member) -> float:
-    """Non-embedding parameters: as the sweep says, or counted from the weights."""
+    """Non-embedding parameters: as the sweep says, or counted from the weights. Raises UserError: neither is there."""
     return member.size.parameters or non_embedding_parameters(Path(member.config.model.path))
 
 

@@ -70,7 +70,8 @@ def slurm_array(sweep: SweepConfig, sweep_file: Path, size: SizeSection, names: 
         'srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc-per-node '
         f'{size.processes} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" '
         '-m megarl.train "$folder/configs/$member.yaml" &',
-        "trap 'kill -TERM %1; wait; scontrol requeue \"$SLURM_JOB_ID\"' TERM",
-        "wait %1",
+        "job=$!",
+        """trap 'kill -TERM "$job"; wait "$job" || true; scontrol requeue "$SLURM_JOB_ID"' TERM""",
+        'wait "$job"',
     ]
     return "\n".join(["#!/usr/bin/env bash", *options, *body]) + "\n"

@@ -102,6 +102,28 @@ def test_runs_measured_differently_are_not_compared(folders: list[Path], tmp_pat
     assert "Runs differ in rollout temperature" in text and "share a, b" not in text
 
 
+def test_a_run_before_its_first_evaluation_has_a_report(tmp_path: Path) -> None:
+    young = tmp_path / "young"
+    young.mkdir()
+    (young / "metrics.jsonl").write_text(json.dumps({"step": 0, "entropy/seq_mean": 0.5, "reward/mean": 0.1}) + "\n")
+    (young / "law.csv").write_text("step,entropy,reward\n")
+    main(["report", str(young), "-o", str(tmp_path / "r.html")])
+    assert "The law is not fitted: the law needs at least 3 points, got 0" in (tmp_path / "r.html").read_text()
+
+
+def test_another_evaluation_set_has_points_of_its_own(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "two_sets")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in lines:
+        if "eval/sums/accuracy" in record:
+            record["eval/other/accuracy"] = 0.5 * record["eval/sums/accuracy"]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (first,) = read_report_runs([str(folder)])
+    (other,) = read_report_runs([str(folder)], "other")
+    assert first.fit is not None and other.fit is not None
+    assert first.evaluation_set == "sums" and other.fit.a == pytest.approx(0.5 * first.fit.a, rel=1e-6)
+
+
 def test_names_are_the_shortest_that_differ(tmp_path: Path) -> None:
     paths = [str(write_run(tmp_path / day / "grpo", steps=4)) for day in ("monday", "tuesday")]
     assert [run.name for run in read_report_runs(paths)] == ["monday/grpo", "tuesday/grpo"]
