@@ -142,7 +142,7 @@ def load_config(path: str | Path, overrides: Sequence[str], kind: type[Config]) 
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}: {_one_line(error, kind)}") from error
+        raise UserError(f"{path}: {one_line(error, kind)}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -162,7 +162,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
 
 
-def _one_line(error: ValidationError, kind: type[BaseModel]) -> str:
+def one_line(error: ValidationError, kind: type[BaseModel]) -> str:
     """The first problem as `key = value: what is allowed`, and how many more there are."""
     first, *others = error.errors()
     key = ".".join(str(part) for part in first["loc"]) or "config"

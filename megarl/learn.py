@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.data.samples import Sample
+from megarl.measure import measure_group_covariance
 from megarl.objective.importance import (
     RolloutCorrectionConfig,
     correction_statistics,
@@ -36,11 +37,12 @@ def learn(session: Session, samples: list[Sample], step: int) -> dict[str, float
     if session.reference is not None:
         attach_reference_logprobs(session.reference, samples)
     attach_advantages(config.objective, samples)
+    of_groups = measure_group_covariance(samples)
     collected: list[dict[str, float]] = []
     for order, mini_batch in enumerate(split_groups(samples, config.loop.updates_per_step)):
         key = (config.run.seed, step, order)
         collected.append(update_on(session.policy, config.objective, mini_batch, key, first=order == 0))
-    return average(collected)
+    return of_groups | average(collected)
 
 
 def update_on(
@@ -66,6 +68,7 @@ def update_on(
         return metrics  # what is not finite has no covariance
     if not selects:
         selection = covariance_of(objective, table, result.logprobs, key)
+    attach_selection(samples, selection)
     return selection.statistics | metrics
 
 
@@ -77,6 +80,15 @@ def covariance_of(
     mask = torch.ones(count, dtype=torch.bool, device=current.device) if table.kept is None else table.kept
     token_id = torch.arange(count, device=current.device)
     return select_tokens(objective, current, table.old_logprobs, table.advantages, mask, token_id, None, key)
+
+
+def attach_selection(samples: Sequence[Sample], selection: Selection) -> None:
+    """Nothing; sets the samples' `covariances` and, where the loss selects tokens, `selected`: for sample dumps."""
+    lengths = [sample.response_length for sample in samples]
+    covariances = selection.covariance.float().cpu().split(lengths)
+    marks = [None] * len(samples) if selection.selected is None else selection.selected.cpu().split(lengths)
+    for sample, covariance, selected in zip(samples, covariances, marks, strict=True):
+        sample.covariances, sample.selected = covariance, selected
 
 
 def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

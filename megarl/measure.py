@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.data.samples import Sample
-from megarl.errors import UserError
 from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
-from megarl.law.fit import fit_law
+from megarl.law.theory import group_covariance
 from megarl.rollout.collect import Collected
 from megarl.rollout.mismatch import mismatch, staleness
 
@@ -37,20 +36,32 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
     return metrics | mismatch(with_tokens) | staleness(with_tokens, version)
 
 
-def measure_law(points: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """`law/...` of the (entropy, accuracy) points so far; empty while they do not determine a fit."""
-    if len(points) < 3:
+def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
+    """Eq. 8 before an update, averaged over the step's groups and, by the group's accuracy, over those of each eighth.
+
+    `samples` have their old log-probs and advantages. Groups of one response have no covariance.
+    """
+    logprobs, advantages = [], []
+    for sample in samples:
+        assert sample.old_logprobs is not None and sample.advantages is not None
+        logprobs.append(float(sample.old_logprobs.double().mean()))
+        advantages.append(float(sample.advantages.double().mean()))
+    found = group_covariance(logprobs, advantages, [sample.group for sample in samples])
+    if not len(found.groups):
         return {}
-    try:
-        fit = fit_law([entropy for entropy, _ in points], [reward for _, reward in points])
-    except UserError:
-        return {}  # constant entropy: the two coefficients cannot be told apart yet
-    low, high = fit.ceiling_interval
-    return {
-        "law/a": fit.a,
-        "law/b": fit.b,
-        "law/ceiling": fit.ceiling,
-        "law/ceiling_low": low,
-        "law/ceiling_high": high,
-        "law/r2": fit.r2,
+    metrics = {
+        "covariance/group": float(found.policy_gradient.mean()),
+        "covariance/group_natural": float(found.natural.mean()),
+    }
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        rewards[sample.group].append(sample.reward)
+    by_accuracy: dict[float, list[float]] = defaultdict(list)
+    for group, covariance in zip(found.groups, found.policy_gradient, strict=True):
+        accuracy = statistics.fmean(rewards[int(group)])
+        if 0 < accuracy < 1:  # all right or all wrong: no advantage, no covariance
+            by_accuracy[min(max(round(8 * accuracy), 1), 7) / 8].append(float(covariance))
+    return metrics | {
+        f"covariance/group_accuracy_{100 * accuracy:g}%": statistics.fmean(values)
+        for accuracy, values in sorted(by_accuracy.items())
     }

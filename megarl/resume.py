@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError
+from megarl.law.live import Point
 from megarl.policy.checkpoint import Manifest, files
 from megarl.policy.checkpoint.store import check_model
 from megarl.policy.model import ModelShape
@@ -66,7 +67,7 @@ class RunState:
     step: int = 0  # the step to run next
     cursor: dict[str, Any] | None = None  # place in the data; None at its beginning
     held_over: list[int] = field(default_factory=list)  # prompts whose responses wait for their rest (rollout.tail)
-    law_points: list[tuple[float, float]] = field(default_factory=list)  # (entropy, accuracy) of each evaluation
+    law_points: list[Point] = field(default_factory=list)  # of each evaluation so far
     sampling_key: list[int] = field(default_factory=list)  # seed and step, of which all random numbers are hashes
     trackers: dict[str, str] = field(default_factory=dict)  # where each tracker has this run
 
@@ -76,7 +77,7 @@ class RunState:
         if manifest is None:
             return cls()
         state = cls(**manifest.run_state)
-        state.law_points = [(entropy, accuracy) for entropy, accuracy in state.law_points]
+        state.law_points = [(step, entropy, accuracy) for step, entropy, accuracy in state.law_points]
         return state
 
 

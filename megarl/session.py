@@ -21,6 +21,7 @@ from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import evaluation_prompts, summarise
+from megarl.law.live import Point
 from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
@@ -229,7 +230,7 @@ class Session:
             )
         logger.info("resumed at step %d; log-probs of engine and policy differ by %.2g nats", step, difference)
 
-    def state_before(self, step: int, law_points: Sequence[tuple[float, float]]) -> RunState:
+    def state_before(self, step: int, law_points: Sequence[Point]) -> RunState:
         """What `step` starts from, to be taken before the step consumes prompts."""
         return RunState(
             step=step,
@@ -354,6 +355,7 @@ class Session:
         if first_set in metrics and "entropy/seq_mean" in metrics:
             self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
             self.records.samples(step, samples)
+            self.records.tokens(step, samples, self.tokenizer)
         self.console.step(step, metrics)
 
     def close(self) -> None:

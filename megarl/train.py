@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from megarl.config import RunConfig, load_config
 from megarl.errors import exits_cleanly_on_user_error
+from megarl.law.live import budget_warning, law_metrics
 from megarl.learn import learn
-from megarl.measure import measure_law, measure_rollout
+from megarl.measure import measure_rollout
 from megarl.objective.objective import objective_warnings
 from megarl.session import Session, logger, one_config_argument
 from megarl.stop import StopRequest
@@ -51,8 +52,10 @@ def train(session: Session, stop: StopRequest) -> None:
                 metrics |= session.evaluate(step, final=final)
             if "entropy/seq_mean" in metrics:  # unless the filter left no sample
                 accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
-                law_points = [*law_points, (metrics["entropy/seq_mean"], accuracy)]
-            metrics |= measure_law(law_points)
+                law_points = [*law_points, (step, metrics["entropy/seq_mean"], accuracy)]
+                metrics |= law_metrics(law_points, last_step=config.loop.steps)
+                if (little_left := budget_warning(law_points)) is not None:
+                    logger.warning(little_left)
         if stop.agreed() and session.stops(stop, state):
             return  # nothing was trained: the step is done again, from the same random numbers
         if not final and rollout.samples:

@@ -15,9 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli import print_law_fit
 from megarl.errors import UserError, exits_cleanly_on_user_error
 from megarl.law.fit import fit_law
+from megarl.law.printing import print_law_fit
 from megarl.law.report import comparison_picture, comparison_table, markdown_table, read_run, table_cells
 
 

@@ -50,6 +50,8 @@ class Sample:
     old_logprobs: torch.Tensor | None = None  # [response] fp32: what an update's ratio is taken to
     reference_logprobs: torch.Tensor | None = None  # [response] fp32, by the frozen reference policy
     entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
+    covariances: torch.Tensor | None = None  # [response] fp32, Eq. 10 over the mini-batch, at its update
+    selected: torch.Tensor | None = None  # [response] bool, by Clip-Cov or KL-Cov at that update
 
     @property
     def response_length(self) -> int:

@@ -1,24 +1,23 @@
-"""The law of reward and entropy along a run, R = b - a exp(H) (arXiv 2505.22617, Eq. 6): fit, errors, forecast."""
+"""The law of reward and entropy along a run, R = b - a exp(H) (arXiv 2505.22617, Eq. 6): the fit and its errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
+from numpy.typing import ArrayLike
+from scipy.stats import siegelslopes
 
 from megarl.errors import UserError
+from megarl.law.diagnosis import Reason, reasons_against
+from megarl.law.uncertainty import EstimateErrors, Floats, lag_one_autocorrelation, least_squares_errors
 
 MINIMUM_POINTS = 3
-R2_EXPECTED = 0.8
-LARGEST_AUTOCORRELATION = 0.9
-FLAT_ENTROPY_SHARE = 0.1
-RISING_REWARD_SHARE = 0.25
-
-Floats = NDArray[np.float64]
+LARGEST_ENTROPY = 700.0  # nats; beyond it exp(H) overflows
+BISQUARE_TUNING = 4.685  # Tukey's bisquare with 95 % efficiency under normal noise
+# Combinations of (a, b) that are reported: b - a is the ceiling.
+DIRECTIONS = {"a": np.array([1.0, 0.0]), "b": np.array([0.0, 1.0]), "ceiling": np.array([-1.0, 1.0])}
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,22 @@ class LawFit:
     rmse: float  # root of the mean squared residual
     r2: float  # share of the rewards' variance that the law explains; 0 where all rewards are the same
     points: int
-    autocorrelation: float  # of neighbouring residuals, as the standard errors and intervals take it
-    degrees_of_freedom: float  # of the intervals' t distribution
-    warnings: tuple[str, ...]  # why the law may not hold here; empty when nothing speaks against it
+    residual_autocorrelation: float  # of neighbouring residuals
+    error_autocorrelation: float  # of the errors behind them, mean over its likelihood: what the intervals allow for
+    weighted: bool  # by the binomial noise of the rewards
+    robust: bool
+    reasons: tuple[Reason, ...]  # why the law does not hold here; empty when nothing speaks against it
+    errors: EstimateErrors = field(repr=False, compare=False)  # what intervals and forecasts draw on
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the law."""
+        return not self.reasons
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The reasons in words."""
+        return tuple(reason.message for reason in self.reasons)
 
     @property
     def ceiling_interval(self) -> tuple[float, float]:
@@ -46,108 +58,69 @@ class LawFit:
         """The law's reward b - a exp(H), of the shape of `entropy` (nats)."""
         return np.asarray(self.b - self.a * np.exp(np.asarray(entropy, dtype=np.float64)))
 
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a fit of a run's first points says about its later ones."""
-
-    fit: LawFit
-    later_points: int
-    rmse: float  # of the later rewards from the predicted ones
-    mean_error: float  # predicted - actual, over the later points
-    final_predicted: float
-    final_actual: float
-    final_error: float  # predicted - actual at the last point
+    def band(self, entropy: ArrayLike, *, noise: bool = False) -> tuple[Floats, Floats]:
+        """The 95 % interval of the law's reward at each entropy [n]; with `noise`, of one measured reward there."""
+        entropies = np.atleast_1d(np.asarray(entropy, dtype=np.float64))
+        middle = self.predict(entropies)
+        width = np.array([self.errors.half_width(np.array([-math.exp(h), 1.0]), noise=noise) for h in entropies])
+        return middle - width, middle + width
 
 
-def fit_law(entropy: ArrayLike, reward: ArrayLike) -> LawFit:
+def fit_law(
+    entropy: ArrayLike,
+    reward: ArrayLike,
+    *,
+    steps: ArrayLike | None = None,
+    samples: ArrayLike | None = None,
+    robust: bool = False,
+) -> LawFit:
     """The least-squares fit of R = b - a exp(H) to n >= 3 points given in the order of the run, in fp64.
 
-    The law is linear in (a, b), so the minimum is exact. Residuals along a run are correlated, which least squares'
-    own errors ignore. The standard errors here are therefore theirs times sqrt((1 + rho) / (1 - rho)), and the t
-    distribution has n (1 - rho) / (1 + rho) - 2 degrees of freedom, at least 1, as for residuals of first-order
-    autocorrelation rho (estimated, corrected for its bias at small n, kept within 0 and 0.9). In simulated runs of 31
-    points the nominal 95 % interval of the ceiling covers the truth in 96, 94, 92, 90 % of cases at rho = 0, 0.3, 0.6,
-    0.8; without the correction in 95, 86, 67, 46 %. With 12 points or fewer and rho >= 0.6 it covers less than 90 %.
+    The law is linear in (a, b), so the minimum is exact. Intervals allow for residuals that are autocorrelated along
+    the run (`law/uncertainty.py`). `samples`, one number or one per point, are the graded responses behind each
+    accuracy (a fraction): points are then weighted by the inverse of their binomial variance. `robust` lets points far
+    from the others count less or not at all (Tukey's bisquare from a repeated-median start). `steps` name the points in
+    the reasons that speak against the law.
 
-    Raises UserError: fewer than 3 points, unequal lengths, values that are not finite, constant entropy.
+    Raises UserError: fewer than 3 points, unequal lengths, values that are not finite, constant or negative entropy,
+    sample counts below 1 or with rewards outside [0, 1].
     """
-    h, r = _checked(entropy, reward)
-    n = len(h)
-    x = np.exp(h)
-    x_mean, r_mean = x.mean(), r.mean()
-    spread = float(((x - x_mean) ** 2).sum())
-    slope = float(((x - x_mean) * (r - r_mean)).sum()) / spread
-    a, b = -slope, float(r_mean - slope * x_mean)
-    residuals = (r - r_mean) - slope * (x - x_mean)
-    squares = float((residuals**2).sum())
-    total = float(((r - r_mean) ** 2).sum())
-    r2 = 1.0 - squares / total if np.ptp(r) > 0 else 0.0
-
-    rho = _autocorrelation(residuals)
-    inflation = math.sqrt((1 + rho) / (1 - rho))
-    degrees = max(n / inflation**2 - 2.0, 1.0)
-    quantile = float(stdtrit(degrees, 0.975))
-    scale = inflation * math.sqrt(squares / (n - 2))
-    # a is the regression line's slope, b and the ceiling are its values at exp(H) = 0 and 1.
-    errors = {
-        "a": scale / math.sqrt(spread),
-        "b": scale * math.sqrt(1 / n + x_mean**2 / spread),
-        "ceiling": scale * math.sqrt(1 / n + (1.0 - x_mean) ** 2 / spread),
-    }
+    h, r = checked_points(entropy, reward)
+    design = np.stack([-np.exp(h), np.ones_like(h)], axis=1)
+    counts = None if samples is None else _checked_counts(samples, r)
+    weights = np.ones_like(r) if counts is None else _binomial_weights(design, r, counts)
+    rows = np.sqrt(weights)[:, None]
+    if robust:
+        coefficients, pseudo = _bisquare(design * rows, r * rows[:, 0])
+    else:
+        coefficients = _least_squares(design * rows, r * rows[:, 0])
+        pseudo = rows[:, 0] * (r - design @ coefficients)
+    residuals = r - design @ coefficients
+    errors = least_squares_errors(design * rows, pseudo)
+    if counts is not None:
+        errors = _in_units_of_reward(errors, weights)
+    a, b = (float(value) for value in coefficients)
     estimates = {"a": a, "b": b, "ceiling": b - a}
+    widths = {name: errors.half_width(direction) for name, direction in DIRECTIONS.items()}
+    r2 = _explained_share(r, residuals, weights)
     return LawFit(
         **estimates,
-        standard_errors=errors,
-        intervals={
-            name: (value - quantile * errors[name], value + quantile * errors[name])
-            for name, value in estimates.items()
-        },
-        rmse=math.sqrt(squares / n),
+        standard_errors={name: errors.standard_error(direction) for name, direction in DIRECTIONS.items()},
+        intervals={name: (value - widths[name], value + widths[name]) for name, value in estimates.items()},
+        rmse=math.sqrt(float((residuals**2).mean())),
         r2=r2,
-        points=n,
-        autocorrelation=rho,
-        degrees_of_freedom=degrees,
-        warnings=tuple(_warnings(h, r, a, r2)),
+        points=len(h),
+        residual_autocorrelation=lag_one_autocorrelation(residuals),
+        error_autocorrelation=errors.rho,
+        weighted=counts is not None,
+        robust=robust,
+        reasons=reasons_against(h, r, a, r2, None if steps is None else np.asarray(steps, dtype=np.float64)),
+        errors=errors,
     )
 
 
-def forecast(entropy: ArrayLike, reward: ArrayLike, fit_points: int) -> Forecast:
-    """The fit of the first `fit_points` points and its errors over all later ones (at least one must follow).
-
-    A forecast here is conditional: the later entropies are known, the rewards are predicted from them.
-    Raises UserError: as `fit_law`, or no point is left to forecast.
-    """
-    h, r = _checked(entropy, reward)
-    if fit_points >= len(h):
-        raise UserError(f"the fit takes all {len(h)} points; none is left to forecast")
-    fit = fit_law(h[:fit_points], r[:fit_points])
-    predicted = fit.predict(h[fit_points:])
-    errors = predicted - r[fit_points:]
-    return Forecast(
-        fit=fit,
-        later_points=len(errors),
-        rmse=math.sqrt(float((errors**2).mean())),
-        mean_error=float(errors.mean()),
-        final_predicted=float(predicted[-1]),
-        final_actual=float(r[-1]),
-        final_error=float(errors[-1]),
-    )
-
-
-def points_in_fraction(count: int, fraction: float) -> int:
-    """How many of `count` points the first `fraction` of them are, rounded down. Raises UserError outside (0, 1)."""
-    if not 0.0 < fraction < 1.0:
-        raise UserError(f"fit fraction = {fraction:g} must be greater than 0 and less than 1")
-    return math.floor(fraction * count + 1e-9)
-
-
-def points_in_steps(steps: Sequence[float], last_step: float) -> int:
-    """How many of the ascending `steps` are at most `last_step`: measurements of policies trained for no longer."""
-    return int(np.searchsorted(np.asarray(steps, dtype=np.float64), last_step, side="right"))
-
-
-def _checked(entropy: ArrayLike, reward: ArrayLike) -> tuple[Floats, Floats]:
+def checked_points(entropy: ArrayLike, reward: ArrayLike) -> tuple[Floats, Floats]:
+    """Both as fp64 arrays [n]. Raises UserError as `fit_law` does."""
     h, r = np.asarray(entropy, dtype=np.float64), np.asarray(reward, dtype=np.float64)
     if h.ndim != 1 or r.ndim != 1 or len(h) != len(r):
         raise UserError(f"entropy and reward must be two lists of one length, got shapes {h.shape} and {r.shape}")
@@ -157,47 +130,91 @@ def _checked(entropy: ArrayLike, reward: ArrayLike) -> tuple[Floats, Floats]:
         if not np.isfinite(values).all():
             order = int(np.flatnonzero(~np.isfinite(values))[0])
             raise UserError(f"{name} of point {order} (counted from 0) is {values[order]}; it must be a finite number")
-    if h.max() > 700:
+    if h.min() < 0:
+        raise UserError(f"entropy of point {int(h.argmin())} (counted from 0) is {h.min():g}; it cannot be negative")
+    if h.max() > LARGEST_ENTROPY:
         raise UserError(f"entropy {h.max():g} nats is beyond any vocabulary: exp(H) overflows")
-    if np.ptp(h) <= 1e-9 * max(1.0, float(np.abs(h).max())):
+    if np.ptp(h) <= 1e-9 * max(1.0, float(h.max())):
         raise UserError(f"entropy is {h[0]:g} at every point; a and b need entropies that differ")
     return h, r
 
 
-def _autocorrelation(residuals: Floats) -> float:
-    """The lag-1 autocorrelation of a two-parameter regression's residuals, bias-corrected, within 0 and 0.9.
+def _least_squares(design: Floats, response: Floats) -> Floats:
+    """The exact minimum [p], solved about the means for accuracy where there is a plain constant column."""
+    if np.ptp(design[:, 1]) == 0:
+        x, level = design[:, 0], design[0, 1]
+        centred = x - x.mean()
+        slope = float(centred @ (response - response.mean())) / float(centred @ centred)
+        return np.array([slope, float(response.mean() - slope * x.mean()) / level])
+    return np.asarray(np.linalg.lstsq(design, response, rcond=None)[0], dtype=np.float64)
 
-    Residuals of n correlated errors look less correlated than the errors are, by about (2 + 4 rho) / n.
+
+def _binomial_weights(design: Floats, accuracy: Floats, counts: Floats) -> Floats:
+    """[n]: counts / (p (1 - p)), p by the law itself, so that a lucky accuracy gets no weight from its luck."""
+    weights = counts.copy()
+    for _ in range(50):
+        rows = np.sqrt(weights)
+        expected = design @ _least_squares(design * rows[:, None], accuracy * rows)
+        p = np.clip(expected, 0.5 / counts, 1 - 0.5 / counts)
+        updated = counts / (p * (1 - p))
+        if np.allclose(updated, weights, rtol=1e-10):
+            break
+        weights = updated
+    return weights
+
+
+def _bisquare(design: Floats, response: Floats) -> tuple[Floats, Floats]:
+    """(coefficients [p], pseudo-residuals [n]) by Tukey's bisquare, its scale fixed by the repeated-median start.
+
+    Least squares on the fitted values plus the pseudo-residuals gives the same coefficients and, asymptotically, their
+    variance (Huber 1973), so that the same error model serves.
     """
-    squares = float((residuals**2).sum())
-    if squares == 0.0:
+    x = design[:, 0] / design[:, 1]
+    y = response / design[:, 1]
+    start = siegelslopes(y, x)
+    coefficients = np.array([start.slope, start.intercept])
+    residuals = response - design @ coefficients
+    scale = 1.4826 * float(np.median(np.abs(residuals))) * len(response) / (len(response) - 2)
+    if scale <= 1e-12 * max(float(np.abs(response).max()), 1e-300):
+        return coefficients, np.zeros_like(response)  # more than half of the points lie exactly on one curve
+    for _ in range(500):
+        u = (response - design @ coefficients) / (BISQUARE_TUNING * scale)
+        weights = np.where(np.abs(u) < 1, (1 - u**2) ** 2, 0.0)
+        rows = np.sqrt(weights)[:, None]
+        updated = np.linalg.lstsq(design * rows, response * rows[:, 0], rcond=None)[0]
+        moved = float(np.abs(updated - coefficients).max())
+        coefficients = updated
+        if moved <= 1e-12 * max(float(np.abs(coefficients).max()), 1.0):
+            break
+    residuals = response - design @ coefficients
+    u = residuals / (BISQUARE_TUNING * scale)
+    inside = np.abs(u) < 1
+    psi = np.where(inside, residuals * (1 - u**2) ** 2, 0.0)
+    slope = float(np.where(inside, (1 - u**2) * (1 - 5 * u**2), 0.0).mean())
+    return coefficients, psi / max(slope, 0.1)
+
+
+def _in_units_of_reward(errors: EstimateErrors, weights: Floats) -> EstimateErrors:
+    """The same errors with the noise of a point of the latest weight, instead of a row of weight 1."""
+    return EstimateErrors(
+        errors.weight, errors.covariance, errors.noise / math.sqrt(float(weights[-1])), errors.degrees_of_freedom
+    )
+
+
+def _explained_share(reward: Floats, residuals: Floats, weights: Floats) -> float:
+    if np.ptp(reward) == 0:
         return 0.0
-    rho = float((residuals[1:] * residuals[:-1]).sum()) / squares
-    rho += (2 + 4 * rho) / len(residuals)
-    return min(max(rho, 0.0), LARGEST_AUTOCORRELATION)
+    mean = float((weights * reward).sum() / weights.sum())
+    return 1.0 - float((weights * residuals**2).sum() / (weights * (reward - mean) ** 2).sum())
 
 
-def _warnings(h: Floats, r: Floats, a: float, r2: float) -> list[str]:
-    found = []
-    if r2 < R2_EXPECTED:
-        found.append(f"R2 = {r2:.2f} is below {R2_EXPECTED:g}: the law explains these points badly")
-    if a <= 0:
-        found.append(f"a = {a:.3g} is not positive: reward does not rise as entropy falls")
-    if (rise := _rise_at_flat_entropy(h, r)) > RISING_REWARD_SHARE:
-        found.append(f"reward makes {rise:.0%} of its range while entropy is flat: the ceiling is not one")
-    return found
-
-
-def _rise_at_flat_entropy(h: Floats, r: Floats) -> float:
-    """The share of the rewards' range that the linear trend gains over the run's flat end.
-
-    The flat end are the last points, at least 4, whose entropy stays within a tenth of its range from the last one.
-    """
-    far = np.flatnonzero(np.abs(h - h[-1]) > FLAT_ENTROPY_SHARE * np.ptp(h))
-    end = r[far[-1] + 1 :] if len(far) else r
-    if len(end) < 4 or np.ptp(r) == 0:
-        return 0.0
-    order = np.arange(len(end), dtype=np.float64)
-    order -= order.mean()
-    slope = float((order * end).sum() / (order**2).sum())
-    return slope * (len(end) - 1) / float(np.ptp(r))
+def _checked_counts(samples: ArrayLike, reward: Floats) -> Floats:
+    counts = np.broadcast_to(np.asarray(samples, dtype=np.float64), reward.shape).copy()
+    if not (np.isfinite(counts).all() and counts.min() >= 1):
+        raise UserError(f"the number of evaluation samples is {counts.min():g}; it must be at least 1 at every point")
+    if reward.min() < 0 or reward.max() > 1:
+        raise UserError(
+            f"weights for binomial noise need accuracies from 0 to 1, but a reward is "
+            f"{reward.max() if reward.max() > 1 else reward.min():g}"
+        )
+    return counts

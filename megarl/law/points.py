@@ -1,13 +1,20 @@
-"""A run's (step, entropy, reward) points, read from a CSV file."""
+"""Points of the law read from a CSV file: one run or several, checked for what must not be put into one fit."""
 
 from __future__ import annotations
 
 import csv
 import itertools
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.law.units import EntropyUnit, RewardUnit, entropy_in_nats, reward_in_fractions
+
+RUN_COLUMN = "run"
+# Columns that must not change within one fit: the law's H and R belong to one way of measuring them.
+CONDITIONS = ("precision", "temperature", "evaluation_set", "entropy_unit")
 
 
 @dataclass(frozen=True)
@@ -15,57 +22,153 @@ class LawPoints:
     """Points in the order of their steps, or of the file where it has no step column."""
 
     steps: list[float] | None
-    entropy: list[float]
-    reward: list[float]
+    entropy: list[float]  # nats
+    reward: list[float]  # an accuracy as a fraction
     skipped: int  # rows whose entropy or reward cell is empty: nothing was measured there
+    samples: list[float] | None = None  # graded responses behind each reward
+    name: str = ""  # of the run; empty where a file holds one
+    reward_unit: RewardUnit = "fraction"  # of the file; percent became fractions
+    extra: dict[str, list[float]] = field(default_factory=dict)  # further number columns
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a file hold what; None where the default column serves, if there is one."""
+
+    entropy: str = "entropy"
+    reward: str = "reward"
+    step: str | None = None  # default: step
+    samples: str | None = None  # no default: weights are asked for
+    group: tuple[str, ...] | None = None  # default: run
+    extra: tuple[str, ...] = ()  # further number columns to read
+
+    def named(self) -> list[tuple[str, str]]:
+        """(option, column) of all columns that the user named."""
+        single = [("--entropy", self.entropy), ("--reward", self.reward), ("--step", self.step)]
+        single += [("--samples", self.samples), *(("--group", name) for name in self.group or ())]
+        single += [("--parameters", name) for name in self.extra]
+        return [(option, name) for option, name in single if name is not None]
+
+
+Row = tuple[int, dict[str, str]]  # line number, cells
 
 
 def read_law_points(
     path: str | Path, *, entropy: str = "entropy", reward: str = "reward", step: str | None = None
 ) -> LawPoints:
-    """The points of a CSV file with a header line; `step=None` takes a column `step` where there is one.
+    """The points of a CSV file that holds one run; `step=None` takes a column `step` where there is one.
 
-    Rows in which entropy or reward is empty are left out and counted. Raises UserError: no such file, no such column,
-    a cell that is not a number (with its line), the same step twice.
+    Raises UserError: as `read_law_runs`, or the file holds several runs.
     """
-    path = Path(path)
+    runs = read_law_runs(path, Columns(entropy=entropy, reward=reward, step=step))
+    if len(runs) > 1:
+        raise UserError(f"{path} holds {len(runs)} runs (column {RUN_COLUMN}); one is expected here")
+    return runs[0]
+
+
+def read_law_runs(
+    path: str | Path,
+    columns: Columns | None = None,
+    *,
+    reward_unit: RewardUnit | None = None,
+    entropy_unit: EntropyUnit | None = None,
+) -> list[LawPoints]:
+    """The points of each run in a CSV file with a header line, runs in the order of their first rows.
+
+    Rows in which entropy or reward is empty are left out and counted. Units that are not given are told from the
+    numbers (`law/units.py`). Raises UserError: no such file, no such column, a cell that is not a finite number (with
+    its line), the same step twice in a run, units or conditions of measurement that are mixed.
+    """
+    path, columns = Path(path), columns or Columns()
+    header, rows = _read_rows(path)
+    for option, name in columns.named():
+        if name not in header:
+            raise UserError(f"{path} has no column {name!r} (set {option}); its columns: {', '.join(header)}")
+    step = columns.step or ("step" if "step" in header else None)
+    group = columns.group or ((RUN_COLUMN,) if RUN_COLUMN in header else ())
+    by_run: dict[str, list[Row]] = {}
+    for line, row in rows:
+        by_run.setdefault(" ".join((row[name] or "").strip() for name in group), []).append((line, row))
+    if not by_run:
+        raise UserError(f"{path} has a header line but no points")
+    runs = []
+    for name, members in by_run.items():
+        where = f"{path}, run {name}" if name else str(path)
+        _refuse_mixed_conditions(where, header, members)
+        runs.append(_points(path, where, name, members, replace(columns, step=step), grouped=bool(group)))
+    runs = entropy_in_nats(str(path), columns.entropy, runs, entropy_unit or _stated_unit(rows))
+    return reward_in_fractions(str(path), columns.reward, runs, reward_unit)
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[Row]]:
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or [])
+            header = list(reader.fieldnames or [])
             rows = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not a CSV text file: {error}") from error
-    if not columns:
+    if not header:
         raise UserError(f"{path} is empty; a header line with column names is expected")
-    for option, name in (("--entropy", entropy), ("--reward", reward), ("--step", step)):
-        if name is not None and name not in columns:
-            raise UserError(f"{path} has no column {name!r} (set {option}); its columns: {', '.join(columns)}")
-    if step is None and "step" in columns:
-        step = "step"
-    points: list[tuple[float, float, float]] = []
+    return header, rows
+
+
+def _points(path: Path, where: str, name: str, rows: Sequence[Row], columns: Columns, *, grouped: bool) -> LawPoints:
+    points: list[tuple[float, ...]] = []
     for line, row in rows:
-        if not (row[entropy] or "").strip() or not (row[reward] or "").strip():
+        if not (row[columns.entropy] or "").strip() or not (row[columns.reward] or "").strip():
             continue
-        cells = [_number(path, line, name, row[name]) for name in (entropy, reward)]
-        points.append((_number(path, line, step, row[step]) if step else 0.0, cells[0], cells[1]))
-    if step:
+        h, r = (_number(path, line, column, row[column]) for column in (columns.entropy, columns.reward))
+        step = _number(path, line, columns.step, row[columns.step]) if columns.step else 0.0
+        count = _number(path, line, columns.samples, row[columns.samples]) if columns.samples else 1.0
+        points.append((step, h, r, count, *(_number(path, line, extra, row[extra]) for extra in columns.extra)))
+    if columns.step:
         points.sort(key=lambda point: point[0])
         for earlier, later in itertools.pairwise(points):
             if earlier[0] == later[0]:
-                raise UserError(f"{path}: step {later[0]:g} occurs more than once; a file must hold one run")
+                hint = "" if grouped else "; name the column that tells its runs apart with --group"
+                raise UserError(f"{where}: step {later[0]:g} occurs more than once{hint}")
     return LawPoints(
-        steps=[point[0] for point in points] if step else None,
+        steps=[point[0] for point in points] if columns.step else None,
         entropy=[point[1] for point in points],
         reward=[point[2] for point in points],
         skipped=len(rows) - len(points),
+        samples=[point[3] for point in points] if columns.samples else None,
+        name=name,
+        extra={extra: [point[place] for point in points] for place, extra in enumerate(columns.extra, start=4)},
     )
 
 
 def _number(path: Path, line: int, column: str, cell: str | None) -> float:
     try:
-        return float(cell or "")
+        value = float(cell or "")
     except ValueError:
         raise UserError(f"{path}, line {line}: column {column!r} holds {cell!r}, which is not a number") from None
+    if not math.isfinite(value):
+        raise UserError(f"{path}, line {line}: column {column!r} holds {cell!r}; it must be a finite number")
+    return value
+
+
+def _refuse_mixed_conditions(where: str, header: Sequence[str], rows: Sequence[Row]) -> None:
+    for column in CONDITIONS:
+        if column in header:
+            found = list(dict.fromkeys((row[column] or "").strip() for _, row in rows))
+            if len(found) > 1:
+                raise UserError(
+                    f"{where}: one fit cannot hold points of {column} {' and '.join(found[:3])}; "
+                    f"keep them apart, for example with --group {column}"
+                )
+
+
+def _stated_unit(rows: Sequence[Row]) -> EntropyUnit | None:
+    """The unit in a column `entropy_unit`, which a file may have; it is the same in all rows of a run."""
+    stated = {(row.get("entropy_unit") or "").strip() for _, row in rows} - {""}
+    if not stated:
+        return None
+    if len(stated) > 1 or not stated <= {"nats", "bits"}:
+        raise UserError(
+            f"column 'entropy_unit' holds {', '.join(sorted(stated))}; it must be nats or bits, one for all"
+        )
+    return "bits" if stated == {"bits"} else "nats"

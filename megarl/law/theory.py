@@ -1,11 +1,15 @@
-"""How one update of a tabular softmax policy changes its entropy, to first order in the step (arXiv 2505.22617, §3).
+"""How an update changes a policy's entropy, to first order in the step (arXiv 2505.22617, §3): theory and measurement.
 
-A policy is a table of `logits` z [..., actions], one row for each state, pi = softmax(z). All arithmetic is in fp64,
-every result has one number for each state [...], and entropies are in nats. The predictions leave out terms of the
-square of the step.
+In the theory a policy is a table of `logits` z [..., actions], one row for each state, pi = softmax(z). All arithmetic
+is in fp64, every result has one number for each state [...], and entropies are in nats. The predictions leave out terms
+of the square of the step. In a run whole responses take the place of actions: Eq. 8 within each prompt's group, beside
+the measured fall of the entropy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +18,9 @@ from scipy.special import log_softmax
 from megarl.errors import UserError
 
 Floats = NDArray[np.float64]
+
+BOOTSTRAP_DRAWS = 1000
+SMOOTHED_SHARE = 0.05  # of a run's steps, in one moving average
 
 
 def entropy(logits: ArrayLike) -> Floats:
@@ -57,6 +64,111 @@ def exact_change(logits: ArrayLike, logit_step: ArrayLike) -> Floats:
     """[...]: H(z + dz) - H(z), with nothing left out."""
     z, step = _same_shape(logits, "logit step", logit_step)
     return entropy(z + step) - entropy(z)
+
+
+@dataclass(frozen=True)
+class GroupCovariance:
+    """Eq. 8 for each prompt's group of at least two responses."""
+
+    groups: NDArray[np.int64]  # [groups] ascending
+    policy_gradient: Floats  # [groups]: Cov(log pi(y|x), pi(y|x) A(y, x)), as in Theorem 1
+    natural: Floats  # [groups]: Cov(log pi(y|x), A(y, x)), as in Theorem 2
+
+
+def group_covariance(mean_logprob: ArrayLike, advantage: ArrayLike, group: Sequence[int]) -> GroupCovariance:
+    """The covariances within each group, unbiased (divided by its size - 1), from responses sampled by the policy.
+
+    `mean_logprob` [responses] is log pi(y|x) by length, (1/|y|) sum log pi(y_t) (Eq. 9), and pi(y|x) its exponential;
+    `advantage` [responses]; `group` [responses] says which prompt each answers.
+    """
+    logprob, a = _table("log-probs", mean_logprob), _table("advantages", advantage)
+    if not len(logprob) == len(a) == len(group):
+        raise UserError(f"{len(logprob)} log-probs, {len(a)} advantages and {len(group)} groups: they must be as many")
+    groups, place, sizes = np.unique(np.asarray(group, dtype=np.int64), return_inverse=True, return_counts=True)
+
+    def within(values: Floats) -> Floats:
+        centred = logprob - (np.bincount(place, logprob) / sizes)[place]
+        return np.bincount(place, centred * values) / np.maximum(sizes - 1, 1)
+
+    several = sizes > 1
+    return GroupCovariance(groups[several], within(np.exp(logprob) * a)[several], within(a)[several])
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How closely the group-wise covariance goes with the fall of the entropy over a run."""
+
+    value: float  # of the smoothed series
+    interval: tuple[float, float]  # 95 %, by a block bootstrap over blocks of two windows
+    window: int  # steps in one moving average
+    steps: int
+    positive_share: float  # of the steps, with a covariance above 0
+
+
+def covariance_entropy_correlation(
+    covariance: ArrayLike, entropy: ArrayLike, *, window: int | None = None, seed: int = 0
+) -> Correlation:
+    """Pearson's correlation of the smoothed covariance with the smoothed fall of the entropy, H_k - H_(k+1).
+
+    `covariance` [steps] is that of each step's update, `entropy` [steps + 1] is measured before each and after the
+    last. Both are averaged over `window` steps (a twentieth of the run, at least 5). Raises UserError: fewer than four
+    windows, or a series that does not vary.
+    """
+    c, h = _table("covariances", covariance), _table("entropies", entropy)
+    if len(h) != len(c) + 1:
+        raise UserError(f"{len(c)} covariances need {len(c) + 1} entropies, got {len(h)}")
+    window = window or max(5, round(SMOOTHED_SHARE * len(c)))
+    if len(c) < 4 * window:
+        raise UserError(f"the correlation over windows of {window} steps needs {4 * window} steps, got {len(c)}")
+    kernel = np.ones(window) / window
+    pairs = np.stack([np.convolve(c, kernel, "valid"), np.convolve(h[:-1] - h[1:], kernel, "valid")])
+    if not (np.ptp(pairs, axis=1) > 0).all():
+        raise UserError("covariance or entropy does not vary over the run; there is no correlation")
+    low, high = np.percentile(_bootstrapped_correlations(pairs, window, seed), [2.5, 97.5])
+    return Correlation(
+        value=float(_correlation(pairs)),
+        interval=(float(low), float(high)),
+        window=window,
+        steps=len(c),
+        positive_share=float((c > 0).mean()),
+    )
+
+
+def _bootstrapped_correlations(pairs: Floats, window: int, seed: int) -> Floats:
+    """[draws]: correlations of smoothed pairs [2, n] over redrawn blocks of two windows, by the blocks' moments."""
+    x, y = pairs - pairs.mean(axis=1, keepdims=True)
+    length = min(2 * window, len(x))
+    moments = np.stack([x, y, x * x, y * y, x * y])
+    sums = np.concatenate([np.zeros((5, 1)), moments.cumsum(axis=1)], axis=1)
+    of_blocks = sums[:, length:] - sums[:, :-length]  # [5, possible blocks]
+    blocks = -(-len(x) // length)
+    starts = np.random.default_rng(seed).integers(0, of_blocks.shape[1], size=(BOOTSTRAP_DRAWS, blocks))
+    mean_x, mean_y, xx, yy, xy = of_blocks[:, starts].sum(axis=-1) / (blocks * length)
+    scale = np.sqrt((xx - mean_x**2) * (yy - mean_y**2))
+    return np.asarray((xy - mean_x * mean_y) / np.maximum(scale, 1e-300))
+
+
+def series_correlation(
+    covariance: Mapping[int, float], entropy: Mapping[int, float], window: int | None = None
+) -> Correlation:
+    """The same for series by step, over the steps that have a covariance and an entropy before and after.
+
+    Raises UserError: no such step, or steps are missing in between.
+    """
+    steps = sorted(step for step in covariance if step in entropy and step + 1 in entropy)
+    if not steps:
+        raise UserError("the run has no step with covariance/group and entropy/seq_mean before and after it")
+    if steps != list(range(steps[0], steps[-1] + 1)):
+        raise UserError(f"covariance/group or entropy/seq_mean is missing between steps {steps[0]} and {steps[-1]}")
+    entropies = [entropy[step] for step in [*steps, steps[-1] + 1]]
+    return covariance_entropy_correlation([covariance[step] for step in steps], entropies, window=window)
+
+
+def _correlation(pairs: Floats) -> Floats:
+    """Pearson's correlation of the two rows [2, ..., n] over the last axis."""
+    centred = pairs - pairs.mean(axis=-1, keepdims=True)
+    scale = np.sqrt((centred**2).sum(axis=-1))
+    return np.asarray((centred[0] * centred[1]).sum(axis=-1) / np.maximum(scale[0] * scale[1], 1e-300))
 
 
 def _covariance(weights: Floats, first: Floats, second: Floats) -> Floats:

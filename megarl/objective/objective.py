@@ -167,6 +167,7 @@ class Selection:
 
     selected: torch.Tensor | None  # bool, None where the loss selects nothing
     statistics: dict[str, float]
+    covariance: torch.Tensor  # fp64, of the tokens' shape
 
 
 def select_tokens(
@@ -186,7 +187,7 @@ def select_tokens(
     """
     covariance = token_covariance(logprob, advantage, mask, group)
     if config.loss != "ppo" and config.covariance_scope == "microbatch":
-        return Selection(None, covariance_statistics(covariance, mask, group))
+        return Selection(None, covariance_statistics(covariance, mask, group), covariance)
     if config.loss == "ppo":
         selected = torch.zeros_like(mask, dtype=torch.bool)
     elif config.loss == "kl_cov":
@@ -199,7 +200,7 @@ def select_tokens(
             key=key, token_id=token_id, candidates=free,
         )  # fmt: skip
     statistics = covariance_statistics(covariance, mask, group, selected=selected)
-    return Selection(None if config.loss == "ppo" else selected, statistics)
+    return Selection(None if config.loss == "ppo" else selected, statistics, covariance)
 
 
 def policy_loss(config: ObjectiveConfig, inputs: TokenInputs, *, key: tuple[int, ...]) -> LossOutput:

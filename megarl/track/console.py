@@ -17,6 +17,7 @@ _SHOWN = (
     ("entropy/seq_mean", "H", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("law/ceiling", "ceiling", "{:.3f}"),
+    ("law/budget_spent", "spent", "{:.0%}"),
     ("rollout/tokens_per_second", "tokens/s", "{:,.0f}"),
     ("time/step", "s/step", "{:.2f}"),
 )
@@ -103,4 +104,10 @@ def evaluation_lines(metrics: Mapping[str, float]) -> list[str]:
         lines[0] += f"  ceiling {metrics['law/ceiling']:.3f}"
         if "law/ceiling_low" in metrics and "law/ceiling_high" in metrics:
             lines[0] += f" [{metrics['law/ceiling_low']:.3f}, {metrics['law/ceiling_high']:.3f}]"
+    if lines and "law/budget_spent" in metrics:
+        lines[0] += f"  entropy spent {metrics['law/budget_spent']:.0%}"
+    if lines and "law/forecast" in metrics:
+        lines[0] += f"  last step {metrics['law/forecast']:.3f}"
+        if "law/forecast_low" in metrics and "law/forecast_high" in metrics:
+            lines[0] += f" [{metrics['law/forecast_low']:.3f}, {metrics['law/forecast_high']:.3f}]"
     return lines

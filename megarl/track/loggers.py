@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,23 @@ SAMPLE_COLUMNS = pa.schema(
         ("group", pa.int64()),
     ]
 )
+
+
+# Of the first responses of a dump, token by token: what a report's token view shows.
+TOKEN_COLUMNS = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("reward", pa.float64()),
+        ("group", pa.int64()),
+        ("tokens", pa.list_(pa.string())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),  # nats
+        ("covariances", pa.list_(pa.float32())),  # null where the step trained nothing
+        ("selected", pa.list_(pa.bool_())),  # null where the loss selects no tokens
+    ]
+)
+TOKEN_DUMP_RESPONSES = 16
+TOKEN_DUMP_LENGTH = 4096
 
 
 class RunLogger:
@@ -107,6 +125,28 @@ class RunLogger:
         for file in (self._metrics, self._law):
             os.fsync(file.fileno())
         self._tensorboard.flush()
+
+    def tokens(self, step: int, samples: Sequence[Sample], tokenizer: Any) -> None:
+        """Nothing; writes the first samples' tokens with their numbers to samples/step_XXXXXX_tokens.parquet."""
+        rows = []
+        for sample in samples[:TOKEN_DUMP_RESPONSES]:
+            row: dict[str, Any] = {
+                "prompt": sample.prompt.text,
+                "reward": sample.reward,
+                "group": sample.group,
+                "tokens": [tokenizer.decode([token]) for token in sample.response_ids[:TOKEN_DUMP_LENGTH]],
+            }
+            for column, values in (
+                ("logprobs", sample.old_logprobs),
+                ("entropies", sample.entropies),
+                ("covariances", sample.covariances),
+                ("selected", sample.selected),
+            ):
+                row[column] = None if values is None else values[:TOKEN_DUMP_LENGTH].tolist()
+            rows.append(row)
+        path = self.folder / "samples" / f"step_{step:06d}_tokens.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows, schema=TOKEN_COLUMNS), path)
 
     def close(self) -> None:
         """Nothing; closes all files."""

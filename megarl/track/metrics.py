@@ -16,6 +16,10 @@ METRICS: dict[str, str] = {
     "covariance/top_<percent>%": "Mean covariance of the tokens of largest covariance, this share of all tokens.",
     "covariance/threshold": "Smallest covariance among the selected tokens.",
     "covariance/selected": "Tokens that Clip-Cov or KL-Cov selected in a mini-batch, a count.",
+    "covariance/group": "Eq. 8: covariance within a prompt's group of a response's mean log-prob and its probability "
+    "(exp of the mean log-prob) times its advantage, averaged over the step's groups, before the update.",
+    "covariance/group_natural": "The same covariance without the probability (natural gradient, Theorem 2).",
+    "covariance/group_accuracy_<percent>%": "covariance/group over the groups of this accuracy, to the nearest eighth.",
     "reward/mean": "Mean reward of all generated responses, before group filtering.",
     "eval/<set>/avg@<k>": "Mean reward over the set's prompts and their k samples.",
     "eval/<set>/accuracy": "avg@k under a name that does not change with k. The first set's is R of the law.",
@@ -67,6 +71,12 @@ METRICS: dict[str, str] = {
     "law/ceiling_low": "Lower end of the ceiling's 95 % interval.",
     "law/ceiling_high": "Upper end of the ceiling's 95 % interval.",
     "law/r2": "Share of the rewards' variance that the fit explains.",
+    "law/budget_spent": "Share of the run's first entropy that is spent: 1 - H / H at the first point.",
+    "law/gain_left": "Share of the gain from the first point to H = 0 that the law leaves: "
+    "(exp(H) - 1) / (exp(H at the first point) - 1).",
+    "law/forecast": "Reward forecast for the run's last step, from the points so far.",
+    "law/forecast_low": "Lower end of the forecast's 95 % interval.",
+    "law/forecast_high": "Upper end of the forecast's 95 % interval.",
     "time/<phase>": "Wall time of a phase of the step (generation, score, evaluation, update, weights), in seconds.",
     "time/step": "Wall time of the step, in seconds.",
 }

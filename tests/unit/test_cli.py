@@ -69,7 +69,10 @@ def test_other_column_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("step,entropy,reward\n0,0.5,0.1\n0,0.4,0.2\n", [], "step 0 occurs more than once"),
         ("entropy,reward\n.5,.1\n.4,.2\n.3,.3\n.2,.4\n", ["--fit-steps", "2"], "needs a step column"),
         ("entropy,reward\n.5,.1\n.4,.2\n.3,.3\n.2,.4\n", ["--fit-fraction", "1.5"], "must be greater than 0 and less"),
-        ("entropy,reward\n.5,.1\n.4,.2\n.3,nan\n.2,.4\n", [], "reward of point 2"),
+        ("entropy,reward\n.5,.1\n.4,.2\n.3,nan\n.2,.4\n", [], "line 4: column 'reward' holds 'nan'"),
+        ("entropy,reward\n.5,.1\n.5,.2\n.5,.3\n", [], "entropy is 0.5 at every point"),
+        ("entropy,reward\n.5,.1\n.4,.2\n.3,.3\n", ["--group", "model"], "has no column 'model' (set --group)"),
+        ("entropy,reward\n.5,.1\n.4,.2\n.3,.3\n", ["--samples", "0"], "samples is 0; it must be at least 1"),
     ],
 )
 def test_bad_files_end_with_one_line_and_exit_code_2(
@@ -92,6 +95,106 @@ def test_a_missing_file_and_a_binary_file_are_refused(tmp_path: Path, capsys: py
             main(["law", "fit", str(path)])
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_runs_are_fitted_each_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["model,step,entropy,acc_percent"]
+    for model, a in (("small", 0.2), ("large", 0.3)):
+        lines += [f"{model},{step},{h},{100 * (0.9 - a * math.exp(h))!r}" for step, h in ROWS]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([*lines, "empty,0,0.5,50"]) + "\n")
+    arguments = [str(path), "--group", "model", "--reward", "acc_percent"]
+    record = fit_json(capsys, *arguments)
+    assert [(run["run"], run["reward_unit"]) for run in record["runs"]] == [("small", "percent"), ("large", "percent")]
+    assert [run["a"] for run in record["runs"]] == pytest.approx([0.2, 0.3])
+    assert record["not_fitted"] == [{"run": "empty", "reason": "the law needs at least 3 points, got 1"}]
+    assert any(row["quantity"] == "a" and not row["shared"] for row in record["differences"])
+    main(["law", "fit", *arguments])
+    printed = capsys.readouterr().out
+    assert "read as percent" in printed and "do not share" in printed and "empty: not fitted" in printed
+
+
+def test_weights_and_a_robust_fit_are_said(curve: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = fit_json(capsys, str(curve), "--samples", "500", "--robust")
+    assert record["weighted"] and record["robust"] and record["a"] == pytest.approx(0.3)
+
+
+@pytest.fixture
+def long_curve(tmp_path: Path) -> Path:
+    lines = ["step,entropy,reward"]
+    for step in range(0, 400, 10):
+        h = 0.05 + 0.6 * math.exp(-((step / 60) ** 0.7))
+        lines.append(f"{step},{h!r},{0.9 - 0.3 * math.exp(h) + 0.003 * math.sin(step)!r}")
+    path = tmp_path / "long.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_law_forecast_from_the_first_points_alone(long_curve: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["law", "forecast", str(long_curve), "--at", "200", "390", "--backtest", "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["steps"] == [200, 390] and record["last_fitted_step"] == 50
+    assert record["reward_low"][1] < 0.9 - 0.3 * math.exp(0.05) < record["reward_high"][1]
+    assert record["backtest"][-1]["actual"] == pytest.approx(0.9 - 0.3 * math.exp(0.05), abs=0.01)
+    main(["law", "forecast", str(long_curve), "--fit-steps", "100"])
+    assert "Forecast from step 100 on" in capsys.readouterr().out
+
+
+def test_law_scale_reads_coefficients_or_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"small": 1e5, "middle": 1e6, "large": 1e7, "huge": 1e8}
+    table, points = ["model,parameters,a,b"], ["run,parameters,step,entropy,reward"]
+    for place, (name, parameters) in enumerate(sizes.items()):
+        a, b = 0.1 + 0.05 * place, 0.5 + 0.1 * place
+        table.append(f"{name},{parameters},{a},{b}")
+        points += [f"{name},{parameters},{step},{h},{b - a * math.exp(h)!r}" for step, h in ROWS]
+    records = []
+    for name, lines in (("table.csv", table), ("points.csv", points)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        main(["law", "scale", str(tmp_path / name), "--json"])
+        records.append(json.loads(capsys.readouterr().out))
+    assert records[0]["lines"]["a"]["slope"] == pytest.approx(0.05 / math.log(10))
+    assert records[1]["lines"]["ceiling"]["slope"] == pytest.approx(0.05 / math.log(10))
+    assert records[0]["held_out"][-1]["name"] == "huge"
+    assert records[0]["leave_largest_out_error"] == pytest.approx(0.0, abs=1e-9)
+    main(["law", "scale", str(tmp_path / "table.csv")])
+    assert "huge (largest)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model,a,b\nx,.1,.2\n", "has no column 'parameters' (set --parameters)"),
+        ("parameters,a,b\n1e5,.1,.2\n1e6,x,.3\n", "line 3: column 'a' holds 'x'"),
+        ("parameters,a,b\n1e5,.1,.2\n1e6,.2,.3\n", "at least 3 model sizes, got 2"),
+        ("parameters,a,b,precision\n1,.1,.2,bf16\n2,.2,.3,fp32\n3,.2,.3,fp32\n", "runs of precision bf16 and fp32"),
+    ],
+)
+def test_bad_scaling_tables_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        main(["law", "scale", str(path)])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_law_theory_correlates_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entropy, records = 0.8, []
+    for step in range(81):
+        covariance = 0.02 * math.exp(-step / 30)
+        records.append(
+            {"step": step, "entropy/seq_mean": entropy} | ({"covariance/group": covariance} if step < 80 else {})
+        )
+        entropy -= 1.5 * covariance
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    main(["law", "theory", str(tmp_path), "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["value"] == pytest.approx(1.0) and record["positive_share"] == 1.0 and record["steps"] == 80
+    with pytest.raises(SystemExit) as stopped:
+        main(["law", "theory", str(tmp_path / "absent")])
+    assert stopped.value.code == 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.data.samples import Sample
 from megarl.evaluate import average_at_k, pass_at_k, summarise
-from megarl.learn import average, split_groups
-from megarl.measure import measure_rollout
+from megarl.learn import attach_selection, average, covariance_of, split_groups, token_table
+from megarl.measure import measure_group_covariance, measure_rollout
+from megarl.objective.objective import ObjectiveConfig
 from megarl.rollout.collect import Collected
 from tests.tiny_models import random_samples
 
@@ -64,3 +66,45 @@ def test_a_rollout_without_any_token_reports_no_entropy() -> None:
         name for name in measure_rollout(Collected(samples, 1, samples, 1, 0, [], {}), version=0) if "entropy" in name
     ]
     assert "eval/set/entropy" not in summarise("set", samples)
+
+
+def test_group_covariance_is_averaged_and_told_by_accuracy() -> None:
+    samples = random_samples(24, group_size=8)
+    generator = np.random.default_rng(0)
+    rewards = [1, 0, 0, 0, 0, 0, 0, 0] + [1] * 4 + [0] * 4 + [1] * 8
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = float(reward)
+        sample.old_logprobs = torch.tensor(-generator.exponential(size=sample.response_length))
+        sample.advantages = torch.full((sample.response_length,), float(generator.normal()) if reward != 1 else 1.0)
+    expected = []
+    for start in (0, 8, 16):
+        group = samples[start : start + 8]
+        logprob = np.array([float(s.old_logprobs.mean()) for s in group])
+        advantage = np.array([float(s.advantages[0]) for s in group])
+        expected.append(np.cov(logprob, np.exp(logprob) * advantage)[0, 1])
+    metrics = measure_group_covariance(samples)
+    assert metrics["covariance/group"] == pytest.approx(np.mean(expected))
+    assert metrics["covariance/group_accuracy_12.5%"] == pytest.approx(expected[0])
+    assert metrics["covariance/group_accuracy_50%"] == pytest.approx(expected[1])
+    assert "covariance/group_accuracy_100%" not in metrics
+
+
+def test_samples_keep_the_covariance_and_selection_of_their_update() -> None:
+    samples = random_samples(8, group_size=4)
+    generator = torch.Generator().manual_seed(0)
+    for sample in samples:
+        sample.old_logprobs = -torch.rand(sample.response_length, generator=generator)
+        sample.advantages = torch.full((sample.response_length,), float(torch.rand(1, generator=generator)))
+    objective = ObjectiveConfig(loss="kl_cov", kl_cov={"fraction": 0.25})
+    table, _ = token_table(objective, samples, torch.device("cpu"))
+    selection = covariance_of(objective, table, table.old_logprobs, (1, 0, 0))
+    attach_selection(samples, selection)
+    logprob, advantage = table.old_logprobs.double(), table.advantages.double()
+    covariance = (logprob - logprob.mean()) * (advantage - advantage.mean())
+    assert torch.cat([s.covariances for s in samples]).double() == pytest.approx(covariance, abs=1e-6)
+    chosen = torch.cat([s.selected for s in samples])
+    assert int(chosen.sum()) == len(chosen) // 4
+    assert covariance[chosen].min() >= covariance[~chosen].max()
+    plain = ObjectiveConfig(loss="ppo")
+    attach_selection(samples, covariance_of(plain, table, table.old_logprobs, (1, 0, 0)))
+    assert samples[0].selected is None and samples[0].covariances is not None

@@ -131,3 +131,46 @@ def test_bad_tables_are_refused() -> None:
         theory.entropy([0.0, math.nan])
     with pytest.raises(UserError, match="at least one action"):
         theory.entropy(1.0)
+
+
+def test_group_covariance_by_hand() -> None:
+    # One group of two: log-probs -1 and -2, advantages 1 and -1; covariance with n - 1 = 1.
+    found = theory.group_covariance([-1.0, -2.0, -0.5], [1.0, -1.0, 3.0], [7, 7, 9])
+    assert found.groups.tolist() == [7]
+    assert found.natural == pytest.approx([0.5 * 1 + -0.5 * -1])
+    assert found.policy_gradient == pytest.approx([0.5 * math.exp(-1) + 0.5 * math.exp(-2)])
+
+
+def test_group_covariance_equals_numpys_in_any_order() -> None:
+    generator = np.random.default_rng(0)
+    group = generator.permutation(np.repeat(np.arange(5), 8))
+    logprob, advantage = -generator.exponential(size=40), generator.normal(size=40)
+    found = theory.group_covariance(logprob, advantage, group.tolist())
+    for place, name in enumerate(found.groups):
+        lp, a = logprob[group == name], advantage[group == name]
+        assert found.natural[place] == pytest.approx(np.cov(lp, a)[0, 1])
+        assert found.policy_gradient[place] == pytest.approx(np.cov(lp, np.exp(lp) * a)[0, 1])
+
+
+def test_correlation_of_smoothed_series() -> None:
+    generator = np.random.default_rng(1)
+    covariance = np.exp(-np.arange(200) / 60) + 0.2 * generator.normal(size=200)
+    entropy = np.concatenate([[0.0], -np.cumsum(np.exp(-np.arange(200) / 60) + 0.2 * generator.normal(size=200))])
+    found = theory.covariance_entropy_correlation(covariance, entropy)
+    assert found.window == 10 and found.steps == 200
+    kernel = np.ones(10) / 10
+    smooth = [np.convolve(series, kernel, "valid") for series in (covariance, entropy[:-1] - entropy[1:])]
+    assert found.value == pytest.approx(np.corrcoef(*smooth)[0, 1])
+    assert found.interval[0] < found.value < found.interval[1]
+    assert found.positive_share == pytest.approx((covariance > 0).mean())
+    unrelated = theory.covariance_entropy_correlation(generator.normal(size=200), generator.normal(size=201))
+    assert unrelated.interval[0] < 0 < unrelated.interval[1]
+
+
+def test_series_without_a_correlation_are_refused() -> None:
+    with pytest.raises(UserError, match="need 4 entropies, got 3"):
+        theory.covariance_entropy_correlation([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    with pytest.raises(UserError, match="needs 20 steps, got 6"):
+        theory.covariance_entropy_correlation(np.arange(6.0), np.arange(7.0))
+    with pytest.raises(UserError, match="does not vary"):
+        theory.covariance_entropy_correlation(np.ones(40), np.arange(41.0))

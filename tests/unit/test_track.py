@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from rich.console import Console as Screen
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,6 +87,33 @@ def test_a_value_that_is_not_finite_becomes_null_with_a_warning(tmp_path: Path) 
     assert record["policy/grad_norm"] is None and record["policy/ratio_max"] is None and record["policy/loss"] == 0.5
     log = (tmp_path / "log.txt").read_text()
     assert "WARNING" in log and "step 3: policy/grad_norm is nan" in log and "policy/ratio_max is inf" in log
+
+
+class LetterTokenizer:
+    """Token 0 is `a`, 1 is `b`, ..."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+def test_tokens_are_dumped_with_their_numbers(tmp_path: Path) -> None:
+    prompt = Prompt(index=0, data_source="sums", token_ids=[1], ground_truth="3", text="1+2=")
+    sample = Sample(
+        prompt=prompt, group=2, response_ids=[0, 1, 2], rollout_logprobs=[-1.0] * 3, temperature=1.0,
+        finish_reason="stop", weight_version=0, reward=1.0, old_logprobs=torch.tensor([-0.5, -1.0, -2.0]),
+        entropies=torch.tensor([0.1, 0.2, 0.3]), covariances=torch.tensor([0.0, 1.5, -0.5]),
+        selected=torch.tensor([False, True, False]),
+    )  # fmt: skip
+    untrained = dataclasses.replace(sample, covariances=None, selected=None)
+    records = RunLogger(tmp_path)
+    records.tokens(7, [sample, untrained], LetterTokenizer())
+    records.close()
+    first, second = pq.read_table(tmp_path / "samples" / "step_000007_tokens.parquet").to_pylist()
+    assert (first["prompt"], first["reward"], first["group"]) == ("1+2=", 1.0, 2)
+    assert first["tokens"] == ["a", "b", "c"] and first["logprobs"] == [-0.5, -1.0, -2.0]
+    assert first["covariances"] == [0.0, 1.5, -0.5] and first["selected"] == [False, True, False]
+    assert first["entropies"] == pytest.approx([0.1, 0.2, 0.3])
+    assert second["covariances"] is None and second["selected"] is None
 
 
 def test_tensorboard_holds_the_finite_values(tmp_path: Path) -> None:
