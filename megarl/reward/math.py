@@ -21,7 +21,7 @@ from megarl.reward.outcome import Outcome
 from megarl.reward.structure import Comparison, Node, Percent, choice_letter, parse_answer
 
 LONGEST_ANSWER = 2000  # characters; a longer answer is right only when it is the ground truth's very text
-DEEPEST_NESTING = 40  # brackets within brackets; as above
+DEEPEST_NESTING = 20  # brackets within brackets; as above
 IN_PROCESS_SECONDS = 5  # that `grade` gives the library when it is called on a program's main thread
 
 
@@ -63,8 +63,13 @@ def grade_exactly(response: str, ground_truth: str, rule: MathRule) -> Outcome:
     return _graded(response, ground_truth, rule, undecided)
 
 
-def grade_by_library(response: str, ground_truth: str, rule: MathRule) -> Outcome:
-    """The graded answer, with unequal expressions compared by the library; its failures are told in the outcome."""
+def grade_by_library(
+    response: str, ground_truth: str, rule: MathRule, *, seconds: int | None = IN_PROCESS_SECONDS
+) -> Outcome:
+    """The graded answer, with unequal expressions compared by the library; its failures are told in the outcome.
+
+    `seconds` bounds it on the main thread, by an alarm; None leaves that to others.
+    """
     from megarl.reward.symbolic import NotAnExpression, TooCostly, same_expression
 
     details: list[str] = []
@@ -79,10 +84,10 @@ def grade_by_library(response: str, ground_truth: str, rule: MathRule) -> Outcom
             return False
 
     try:
-        with _alarm(IN_PROCESS_SECONDS):
+        with _alarm(seconds):
             outcome = _graded(response, ground_truth, rule, by_library)
     except TimeoutError:
-        return Outcome(0.0, "timeout", f"the library took more than {IN_PROCESS_SECONDS} s")
+        return Outcome(0.0, "timeout", f"the library took more than {seconds} s")
     if details and outcome.reward == 0.0:
         return Outcome(0.0, "too_costly", details[0])
     return outcome
@@ -149,9 +154,9 @@ def _nesting(text: str) -> int:
 
 
 @contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
+def _alarm(seconds: int | None) -> Iterator[None]:
     """Raises TimeoutError in the body after so many seconds, on the main thread; elsewhere there is no alarm."""
-    if threading.current_thread() is not threading.main_thread():
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
