@@ -1,0 +1,260 @@
+"""The sandbox's first process: takes the job, has the program run, and signs the verdict with the job's nonce.
+
+Started as `python -I supervisor.py FOLDER SETTINGS`; the job comes on standard input as JSON, the verdict goes to
+standard output. The process that forks the programs is made before the job is read.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, sys.argv[1])
+
+import _socket  # noqa: E402
+import json  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+
+import runner  # noqa: E402
+import values  # noqa: E402
+
+MOST_ERROR_TEXT = 2000  # bytes of a program's standard error that are kept
+
+
+class Forks:
+    """The supervisor's end of the process that forks programs."""
+
+    def __init__(self, socket):
+        self._socket = socket
+
+    def start(self, order, files):
+        """The process id of a new run; `files` (input, output, errors) are closed here."""
+        body = json.dumps(order).encode()
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, b"".join(n.to_bytes(4, sys.byteorder) for n in files))]
+        self._socket.sendmsg([values.LENGTH.pack(len(body))], rights)
+        self._socket.sendall(body)
+        for number in files:
+            os.close(number)
+        return self._number()
+
+    def status(self):
+        """The wait status of the run, once it and all that it started have ended."""
+        return self._number()
+
+    def _number(self):
+        data = b""
+        while len(data) < values.LENGTH.size:
+            piece = self._socket.recv(values.LENGTH.size - len(data))
+            if not piece:
+                raise EOFError("the process that forks programs is gone")
+            data += piece
+        return values.LENGTH.unpack(data)[0]
+
+
+def run_scripts(forks, job):
+    """[[passed, detail], ...] of stdin/stdout tests."""
+    results = []
+    for given, expected in zip(job["inputs"], job["outputs"]):
+        output, problem = _run_script(forks, job, given.encode())
+        if problem is None and not same_output(expected, output.decode(errors="replace")):
+            problem = "wrong output"
+        results.append([problem is None, problem or ""])
+        if problem is not None and not job["all"]:
+            break
+    return results
+
+
+def _run_script(forks, job, given):
+    """(output, None or what went wrong) of one run."""
+    in_read, in_write = os.pipe()
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    order = {"kind": "script", "source": job["program"], "folder": job["folder"]}
+    process = forks.start(order, [in_read, out_write, err_write])
+    for number in (in_write, out_read, err_read):
+        os.set_blocking(number, False)
+    output, errors, problem = _exchange(job, given, in_write, out_read, err_read)
+    if problem is not None:
+        _kill(process)
+    status = forks.status()
+    if problem is None and status != 0:
+        code = os.waitstatus_to_exitcode(status)
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        problem = how + (f": {last[0][:200]}" if last else "")
+    return output, problem
+
+
+def _exchange(job, given, in_write, out_read, err_read):
+    """(output, errors, problem): feeds the input and gathers what comes, until both outputs are closed."""
+    output, errors, offset = bytearray(), bytearray(), 0
+    until = time.monotonic() + job["test_seconds"]
+    reading, writing, problem = {out_read, err_read}, {in_write}, None
+    while reading and problem is None:
+        left = until - time.monotonic()
+        ready = select.select(list(reading), list(writing), [], max(0, left))
+        if left <= 0:
+            problem = f"took more than {job['test_seconds']:g} s"
+        for number in ready[1]:
+            try:
+                offset += os.write(number, given[offset : offset + 65536])
+            except OSError:
+                offset = len(given)  # the program does not read on
+            if offset >= len(given):
+                os.close(number)
+                writing.clear()
+        for number in ready[0]:
+            piece = os.read(number, 65536)
+            if not piece:
+                reading.discard(number)
+            elif number == out_read:
+                output += piece
+                if len(output) > job["output_bytes"]:
+                    problem = f"wrote more than {job['output_bytes']} bytes"
+            elif len(errors) < MOST_ERROR_TEXT * 10:
+                errors += piece
+    for number in (*writing, out_read, err_read):
+        os.close(number)
+    return bytes(output), bytes(errors[-MOST_ERROR_TEXT:]), problem
+
+
+def same_output(expected, output):
+    """Whether two outputs are the same, line for line, blanks at line ends and empty lines at the end aside.
+
+    Numbers with a decimal point may be off by 1e-6, relatively or absolutely.
+    """
+    wanted, given = (text.rstrip().splitlines() or [""] for text in (expected, output))
+    return len(wanted) == len(given) and all(map(_same_line, wanted, given))
+
+
+def _same_line(wanted, given):
+    if wanted.rstrip() == given.rstrip():
+        return True
+    tokens = wanted.split(), given.split()
+    return len(tokens[0]) == len(tokens[1]) and all(map(_same_token, *tokens))
+
+
+def _same_token(wanted, given):
+    if wanted == given:
+        return True
+    if not any(mark in wanted.lower() for mark in ".e") or not any(symbol.isdigit() for symbol in wanted):
+        return False
+    try:
+        first, second = float(wanted), float(given)
+    except ValueError:
+        return False
+    return abs(first - second) <= 1e-6 * max(1.0, abs(first))
+
+
+def run_judge(forks, job, settings):
+    """[[passed, detail], ...] of tests that call into the program; they run in a process of their own."""
+    to_program, from_judge = os.pipe()
+    from_program, to_judge = os.pipe()
+    results_read, results_write = os.pipe()
+    err_read, err_write = os.pipe()
+    order = {"kind": "module", "source": job["program"], "folder": job["folder"]}
+    process = forks.start(order, [to_program, to_judge, err_write])
+    judge = os.fork()
+    if judge == 0:
+        os.close(results_read)
+        os.close(err_read)
+        _judge(job, settings, from_judge, from_program, results_write)
+    for number in (from_judge, from_program, results_write):
+        os.close(number)
+    report, problem = _gather(results_read, err_read, time.monotonic() + job["total_seconds"], job["output_bytes"])
+    _kill(judge)
+    os.waitpid(judge, 0)
+    _kill(process)
+    forks.status()
+    if problem is not None:
+        return [[False, problem]]
+    try:
+        return json.loads(report)
+    except ValueError:
+        return [[False, "the tests were ended"]]
+
+
+def _judge(job, settings, requests, answers, results):
+    """Never returns; runs the tests and writes their results."""
+    status = 1
+    try:
+        os.setsid()
+        hide()
+        runner.become(settings["judge_user"])
+        runner.limit({**settings["limits"], "cpu_seconds": None})
+        hide()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nowhere, number)
+        import judge
+
+        program = judge.Program(os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
+        try:
+            found = judge.run_tests(program, job)
+        except judge.ProgramEnded:
+            found = [[False, "the program ended before its tests"]]
+        except BaseException as error:
+            found = [[False, f"{type(error).__name__}: {error}"[:300]]]
+        with os.fdopen(results, "wb") as stream:
+            stream.write(json.dumps(found).encode())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def hide():
+    """Nothing; processes of the same user can no longer look into this one (PR_SET_DUMPABLE)."""
+    import ctypes
+
+    if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) != 0:
+        raise OSError("prctl(PR_SET_DUMPABLE) failed")
+
+
+def _gather(results, errors, until, most):
+    """(what came on `results` until its end, None or a problem); drains `errors` meanwhile."""
+    report, reading = bytearray(), {results, errors}
+    while results in reading:
+        left = until - time.monotonic()
+        ready = select.select(list(reading), [], [], max(0, left))[0]
+        if left <= 0:
+            return b"", "took too long"
+        for number in ready:
+            piece = os.read(number, 65536)
+            if not piece:
+                reading.discard(number)
+            elif number == results:
+                report += piece
+                if len(report) > most:
+                    return b"", "the tests reported too much"
+    return bytes(report), None
+
+
+def _kill(process):
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(process, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def main():
+    """Nothing; one job, one verdict."""
+    settings = json.loads(sys.argv[2])
+    # `_socket` itself: importing `socket` would take longer than most programs run.
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    if os.fork() == 0:
+        ours.close()
+        os.close(0)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        runner.serve_forks(theirs, settings["program_user"], settings["limits"], settings["alone"])
+    theirs.close()
+    if settings["judge_user"] is None:
+        hide()
+    job = json.loads(sys.stdin.buffer.read())
+    forks = Forks(ours)
+    results = run_scripts(forks, job) if job["kind"] == "stdin" else run_judge(forks, job, settings)
+    print(json.dumps({"nonce": job["nonce"], "results": results}), flush=True)
+    os._exit(0)
+
+
+main()
