@@ -3,11 +3,16 @@
 Each run is a fork of a process that was made before the job was read: nothing in its memory tells what is expected.
 """
 
+import marshal
 import os
-import signal
 import sys
 
-import values
+SIGKILL = 9  # importing `signal` takes as long as a short program
+
+
+def number_bytes(number):
+    """Four bytes for a length, a process id or a wait status."""
+    return number.to_bytes(4, "little")
 
 
 def limit(limits):
@@ -41,7 +46,6 @@ def run_script(source):
     """The exit status of the program as `__main__`, with everything that a script's end involves."""
     import atexit
     import io
-    import threading
 
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace")
@@ -53,12 +57,11 @@ def run_script(source):
     except SystemExit as stopped:
         status = 0 if stopped.code is None else stopped.code if isinstance(stopped.code, int) else 1
     except BaseException:
-        import traceback
-
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     try:
-        threading._shutdown()
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException:
@@ -68,9 +71,7 @@ def run_script(source):
 
 def fresh_module(name):
     """A new module that takes the place of any other of this name."""
-    import types
-
-    module = types.ModuleType(name)
+    module = type(sys)(name)
     module.__dict__["__builtins__"] = __builtins__
     sys.modules[name] = module
     return module
@@ -80,6 +81,9 @@ class ProgramServer:
     """Answers calls into the loaded program until the judge hangs up."""
 
     def __init__(self, requests, answers):
+        import values
+
+        self._values = values
         self._requests, self._answers = requests, answers
         self._objects = {}
 
@@ -90,22 +94,22 @@ class ProgramServer:
         self._module = module
         while True:
             try:
-                request = values.receive(self._requests)
+                request = self._values.receive(self._requests)
             except EOFError:
                 return
             self._reply(lambda request=request: self._act(request))
 
     def _reply(self, act):
         try:
-            message = {"value": values.encode(act(), self._handle)}
-        except values.TooLarge as error:
+            message = {"value": self._values.encode(act(), self._handle)}
+        except self._values.TooLarge as error:
             message = {"raised": ["OverflowError"], "text": str(error)}
         except SystemExit:
             message = {"raised": ["SystemExit"], "text": ""}
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             message = {"raised": names, "text": str(error)[:500]}
-        values.send(self._answers, message)
+        self._values.send(self._answers, message)
 
     def _act(self, request):
         action, target = request["action"], self._target(request.get("target"))
@@ -134,7 +138,7 @@ class ProgramServer:
         result = target(*arguments, **named)
         changed = {}
         for place, (argument, form) in enumerate(zip(arguments, forms)):
-            if isinstance(argument, (list, dict, set)) and values.encode(argument, self._handle) != form:
+            if isinstance(argument, (list, dict, set)) and self._values.encode(argument, self._handle) != form:
                 changed[str(place)] = argument
         return [result, changed]
 
@@ -147,7 +151,7 @@ class ProgramServer:
         return {"h": [number, type(value).__name__, callable(value)]}
 
     def _decode(self, form):
-        return values.decode(form, self._from_handle)
+        return self._values.decode(form, self._from_handle)
 
     def _from_handle(self, form):
         if "h" in form:
@@ -155,11 +159,11 @@ class ProgramServer:
         number = form["judge"]
 
         def ask_judge(*arguments):
-            values.send(
+            self._values.send(
                 self._answers,
-                {"callback": number, "arguments": [values.encode(argument, self._handle) for argument in arguments]},
+                {"callback": number, "arguments": [self._values.encode(argument, self._handle) for argument in arguments]},
             )
-            return self._decode(values.receive(self._requests)["value"])
+            return self._decode(self._values.receive(self._requests)["value"])
 
         return ask_judge
 
@@ -178,40 +182,38 @@ def serve_forks(orders, user, limits, alone):
     """
     supervisor = os.getppid()
     while True:
-        head, attached, _, _ = orders.recvmsg(values.LENGTH.size, 1024)
+        head, attached, _, _ = orders.recvmsg(4, 1024)
         if not head:
             os._exit(0)
         files = [number for _, _, data in attached for number in memoryview(data).cast("i")]
-        order = _rest_of_message(orders, values.LENGTH.unpack(head)[0])
+        order = _rest_of_message(orders, int.from_bytes(head, "little"))
         child = os.fork()
         if child == 0:
             orders.close()
             _run(order, files, user, limits)
         for number in files:
             os.close(number)
-        orders.sendall(values.LENGTH.pack(child))
+        orders.sendall(number_bytes(child))
         _, status = os.waitpid(child, 0)
         _kill_group(child)
         if alone:
             _kill_all_but({1, supervisor, os.getpid()})
-        orders.sendall(values.LENGTH.pack(status))
+        orders.sendall(number_bytes(status))
 
 
 def _rest_of_message(orders, size):
-    import json
-
     body = bytearray()
     while len(body) < size:
         piece = orders.recv(min(size - len(body), 1 << 20))
         if not piece:
             os._exit(0)
         body += piece
-    return json.loads(bytes(body))
+    return marshal.loads(bytes(body))
 
 
 def _kill_group(leader):
     try:
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader, SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
 
@@ -223,7 +225,7 @@ def _kill_all_but(spared):
         alive = False
         for process in others:
             try:
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, SIGKILL)
                 with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as stat:
                     alive = alive or stat.read().rpartition(")")[2].split()[0] != "Z"
             except OSError:

@@ -1,7 +1,8 @@
 """The sandbox's first process: takes the job, has the program run, and signs the verdict with the job's nonce.
 
-Started as `python -I supervisor.py FOLDER SETTINGS`; the job comes on standard input as JSON, the verdict goes to
-standard output. The process that forks the programs is made before the job is read.
+Started as `python -I supervisor.py FOLDER SETTINGS`; the job comes on standard input, the verdict, behind the nonce,
+goes to standard output, both as `marshal` writes them. The process that forks the programs is made before the job is
+read. Modules that take long to import (json, re, enum and what needs them) are left out where they can be.
 """
 
 import os
@@ -10,13 +11,11 @@ import sys
 sys.path.insert(0, sys.argv[1])
 
 import _socket  # noqa: E402
-import json  # noqa: E402
+import marshal  # noqa: E402
 import select  # noqa: E402
-import signal  # noqa: E402
 import time  # noqa: E402
 
 import runner  # noqa: E402
-import values  # noqa: E402
 
 MOST_ERROR_TEXT = 2000  # bytes of a program's standard error that are kept
 
@@ -29,9 +28,9 @@ class Forks:
 
     def start(self, order, files):
         """The process id of a new run; `files` (input, output, errors) are closed here."""
-        body = json.dumps(order).encode()
+        body = marshal.dumps(order)
         rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, b"".join(n.to_bytes(4, sys.byteorder) for n in files))]
-        self._socket.sendmsg([values.LENGTH.pack(len(body))], rights)
+        self._socket.sendmsg([runner.number_bytes(len(body))], rights)
         self._socket.sendall(body)
         for number in files:
             os.close(number)
@@ -43,12 +42,12 @@ class Forks:
 
     def _number(self):
         data = b""
-        while len(data) < values.LENGTH.size:
-            piece = self._socket.recv(values.LENGTH.size - len(data))
+        while len(data) < 4:
+            piece = self._socket.recv(4 - len(data))
             if not piece:
                 raise EOFError("the process that forks programs is gone")
             data += piece
-        return values.LENGTH.unpack(data)[0]
+        return int.from_bytes(data, "little")
 
 
 def run_scripts(forks, job):
@@ -168,10 +167,8 @@ def run_judge(forks, job, settings):
     forks.status()
     if problem is not None:
         return [[False, problem]]
-    try:
-        return json.loads(report)
-    except ValueError:
-        return [[False, "the tests were ended"]]
+    # Written by the judge, which no program reaches into; empty when something ended it.
+    return marshal.loads(report) if report else [[False, "the tests were ended"]]
 
 
 def _judge(job, settings, requests, answers, results):
@@ -196,7 +193,7 @@ def _judge(job, settings, requests, answers, results):
         except BaseException as error:
             found = [[False, f"{type(error).__name__}: {error}"[:300]]]
         with os.fdopen(results, "wb") as stream:
-            stream.write(json.dumps(found).encode())
+            stream.write(marshal.dumps(found))
         status = 0
     finally:
         os._exit(status)
@@ -232,14 +229,14 @@ def _gather(results, errors, until, most):
 def _kill(process):
     for kill in (os.killpg, os.kill):
         try:
-            kill(process, signal.SIGKILL)
+            kill(process, runner.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
 
 
 def main():
     """Nothing; one job, one verdict."""
-    settings = json.loads(sys.argv[2])
+    settings = marshal.loads(bytes.fromhex(sys.argv[2]))
     # `_socket` itself: importing `socket` would take longer than most programs run.
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     if os.fork() == 0:
@@ -250,10 +247,11 @@ def main():
     theirs.close()
     if settings["judge_user"] is None:
         hide()
-    job = json.loads(sys.stdin.buffer.read())
+    job = marshal.loads(sys.stdin.buffer.read())
     forks = Forks(ours)
     results = run_scripts(forks, job) if job["kind"] == "stdin" else run_judge(forks, job, settings)
-    print(json.dumps({"nonce": job["nonce"], "results": results}), flush=True)
+    sys.stdout.buffer.write(job["nonce"] + marshal.dumps(results))
+    sys.stdout.buffer.flush()
     os._exit(0)
 
 
