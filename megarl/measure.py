@@ -10,6 +10,7 @@ from megarl.data.samples import Sample
 from megarl.errors import UserError
 from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
 from megarl.law.fit import fit_law
+from megarl.reward.grading import grading_metrics
 from megarl.rollout.collect import Collected
 
 
@@ -21,6 +22,7 @@ def measure_rollout(rollout: Collected) -> dict[str, float]:
         "rollout/response_length": statistics.fmean(sample.response_length for sample in generated),
         "rollout/truncated": statistics.fmean(sample.finish_reason == "length" for sample in generated),
     }
+    metrics |= grading_metrics(generated)
     if not rollout.samples:
         return metrics
     by_source: dict[str, list[Sample]] = defaultdict(list)

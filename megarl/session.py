@@ -6,20 +6,24 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import EvaluationSet, RunConfig, save_config
+import torch.distributed as dist
+
+from megarl.config import RunConfig, save_config
 from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
-from megarl.evaluate import evaluation_prompts, summarise
+from megarl.evaluate import EvaluationTask, evaluate_sets, evaluation_task
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
-from megarl.reward.functions import reward_function, score_samples
+from megarl.reward.gold import gold_check
+from megarl.reward.grading import Grader
+from megarl.reward.shaping import shape_rewards
 from megarl.rollout.collect import Collected, collect_groups
 from megarl.rollout.distribute import generate_everywhere
 from megarl.rollout.engine import GenerationRequest
@@ -83,7 +87,8 @@ class Session:
     reference: MegatronPolicy | None
     engine: InProcessEngine
     cursor: PromptCursor
-    evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
+    evaluation_tasks: list[EvaluationTask]
+    grader: Grader
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
 
@@ -93,12 +98,15 @@ class Session:
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape.layers, shape.heads, shape.key_value_heads)
         tokenizer = load_tokenizer(config.model.path)
-        prompts = load_prompts(config.data.files, config.data, tokenizer)
-        evaluation_sets = [
-            (settings, evaluation_prompts(settings, load_prompts(settings.files, config.data, tokenizer).prompts))
-            for settings in config.evaluation.sets
-        ]
-        reward_function(config.reward)
+        prompts = load_prompts(
+            config.data.files,
+            config.data,
+            tokenizer,
+            truth_problem=gold_check(config.reward),
+            drop_bad_truths=config.reward.on_bad_gold == "drop",
+        )
+        evaluation_tasks = _evaluation_tasks(config, tokenizer)
+        grader = Grader(config.reward, [settings.reward for settings in config.evaluation.sets if settings.reward])
         folder = prepare_run_folder(config.run.folder, config.run.overwrite, config) if trains else None
         layout = initialize(config.parallel, config.run.seed)
         one_rank_warns(layout)
@@ -113,7 +121,8 @@ class Session:
             else None,
             engine=InProcessEngine(config.model.path, tokenizer, config.rollout),
             cursor=PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle),
-            evaluation_sets=evaluation_sets,
+            evaluation_tasks=evaluation_tasks,
+            grader=grader,
             records=RunLogger(folder) if speaks and folder else None,
             console=Console(total_steps=config.loop.steps) if speaks else None,
         )
@@ -140,15 +149,19 @@ class Session:
 
     def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
         """The metrics of all held-out sets under the weights that the engine serves."""
-        metrics: dict[str, float] = {}
-        for order, (settings, prompts) in enumerate(self.evaluation_sets):
-            count = (settings.final_samples if final else None) or settings.samples
-            key = (self.config.run.seed, EVALUATION, step, order)
-            groups = self._sample(prompts, count, settings.temperature, key)
-            samples = [sample for group in groups for sample in group]
-            self.attach_entropies(samples)
-            metrics |= summarise(settings.name, samples)
-        return metrics
+        folder = Path(self.config.run.folder) / "evaluation" / f"step_{step:06d}" if self.records else None
+        return evaluate_sets(self, (self.config.run.seed, EVALUATION, step), folder, final=final)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], grade: Callable[[Sequence[Sample]], None]
+    ) -> list[Sample]:
+        """The samples of all requests, in their order, on every rank; each rank grades its share by `grade`."""
+        return generate_everywhere(self.engine, requests, grade)
+
+    def barrier(self) -> None:
+        """Nothing; every rank has come here."""
+        if dist.is_initialized():
+            dist.barrier()
 
     def attach_entropies(self, samples: Sequence[Sample]) -> None:
         """Nothing; sets `old_logprobs` and `entropies` of the samples by the policy's current weights."""
@@ -163,7 +176,7 @@ class Session:
         if self.records is None or self.console is None:
             return
         self.records.log(step, metrics)
-        first_set = next((f"eval/{settings.name}/accuracy" for settings, _ in self.evaluation_sets), None)
+        first_set = next((f"eval/{task.settings.name}/accuracy" for task in self.evaluation_tasks), None)
         if first_set in metrics and "entropy/seq_mean" in metrics:
             self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
             self.records.samples(step, samples)
@@ -176,6 +189,7 @@ class Session:
         if self.console is not None:
             self.console.close()
         self.engine.close()
+        self.grader.close()
         shutdown()
 
     def _sample(
@@ -193,9 +207,28 @@ class Session:
             for group, prompt in enumerate(prompts)
             for order in range(count)
         ]
-        grade = reward_function(self.config.reward)
-        samples = generate_everywhere(self.engine, requests, lambda own: score_samples(own, grade))
+        samples = self.generate(requests, self._grade_for_training)
         return [samples[start : start + count] for start in range(0, len(samples), count)]
+
+    def _grade_for_training(self, samples: Sequence[Sample]) -> None:
+        self.grader.grade(samples)
+        shape_rewards(samples, self.config.reward.shaping, self.config.rollout.max_response_length)
+
+
+def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]:
+    return [
+        evaluation_task(
+            settings,
+            load_prompts(
+                settings.files,
+                config.data,
+                tokenizer,
+                truth_problem=gold_check(config.reward, settings.reward),
+                drop_bad_truths=config.reward.on_bad_gold == "drop",
+            ).prompts,
+        )
+        for settings in config.evaluation.sets
+    ]
 
 
 def _policy(config: RunConfig, shape: ModelShape, layout: Layout, *, trains: bool) -> MegatronPolicy:

@@ -34,7 +34,7 @@ def train(session: Session) -> None:
         with clock("score"):
             session.attach_entropies(rollout.samples)
         metrics |= rollout.metrics | measure_rollout(rollout)
-        if session.evaluation_sets and (final or step % config.evaluation.every == 0):
+        if session.evaluation_tasks and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
             law_points.append((metrics["entropy/seq_mean"], metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]))

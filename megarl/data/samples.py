@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from megarl.data.outcome import Outcome
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -34,11 +36,20 @@ class Sample:
     finish_reason: FinishReason
     weight_version: int
     response_text: str = ""  # decoded without special tokens; only graders and dumps read it
-    reward: float = 0.0
+    reward: float = 0.0  # as training uses it
+    outcome: Outcome | None = None  # what the grader said, before any shaping
+    dropped: bool = False  # grading failed, and the config drops such samples
+    masked: bool = False  # takes no part in updates, but its reward counts in its group
+    repetitive: bool = False
     advantages: torch.Tensor | None = None  # [response] fp32
     old_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
     reference_logprobs: torch.Tensor | None = None  # [response] fp32, by the frozen reference policy
     entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
+
+    @property
+    def score(self) -> float:
+        """The grader's reward, without what length and form did to it."""
+        return self.reward if self.outcome is None else self.outcome.reward
 
     @property
     def response_length(self) -> int:

@@ -11,7 +11,9 @@ NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:/\d+)?"
 _NUMBER = re.compile(NUMBER)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _UNBRACED = re.compile(r"-?\d[\d.,]*")
-_PHRASE = re.compile(r"(?:\banswer|\bAnswer|\bANSWER|答案)(?:\s*(?:is|are|为|是)\b\s*:?|\**\s*[:：=]|[是为])[ \t]*([^\n]*)")
+_PHRASE = re.compile(
+    r"(?:\banswer|\bAnswer|\bANSWER|答案)(?:\s*(?:is|are|为|是)\b\s*:?|\**\s*[:：=]|[是为])[ \t]*([^\n]*)"
+)
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])|[。！？]")
 _AFTER_THINKING = "</think>"
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from megarl.reward.outcome import Outcome
+from megarl.data.outcome import Outcome
 from megarl.reward.sandbox import SandboxReport
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -124,7 +124,11 @@ def job_of(tests: dict[str, Any], program: str) -> dict[str, Any]:
     prompt = tests.get("prompt") or ""
     if prompt:
         # What the prompt brings (imports, helpers) comes first; a completion is the rest of its last function.
-        program = prompt + "\n" + program if entry and not _defines(program, entry) else _without_entry(prompt, entry) + program
+        program = (
+            prompt + "\n" + program
+            if entry and not _defines(program, entry)
+            else _without_entry(prompt, entry) + program
+        )
     return {"kind": "module", "program": program, "source": tests["test"], "entry_point": entry}
 
 
@@ -140,7 +144,10 @@ def _input_output_job(tests: dict[str, Any], program: str) -> dict[str, Any]:
         outputs = [_json_or_text(output) if isinstance(output, str) else output for output in outputs]
         arguments = [i if isinstance(i, list) else [i] for i in inputs]
         return {"kind": "call", "program": program, "function": name, "inputs": arguments, "outputs": outputs}
-    texts = [["\n".join(map(str, item)) if isinstance(item, list) else str(item) for item in side] for side in (inputs, outputs)]
+    texts = [
+        ["\n".join(map(str, item)) if isinstance(item, list) else str(item) for item in side]
+        for side in (inputs, outputs)
+    ]
     return {"kind": "stdin", "program": program, "inputs": texts[0], "outputs": texts[1]}
 
 
@@ -160,7 +167,9 @@ def _compiles(source: str) -> bool:
 
 
 def _defines(program: str, name: str) -> bool:
-    return re.search(rf"^(?:async )?def {re.escape(name)}\b|^class {re.escape(name)}\b", program, re.MULTILINE) is not None
+    return (
+        re.search(rf"^(?:async )?def {re.escape(name)}\b|^class {re.escape(name)}\b", program, re.MULTILINE) is not None
+    )
 
 
 def _without_entry(prompt: str, entry: str | None) -> str:

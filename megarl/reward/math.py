@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
 
+from megarl.data.outcome import Outcome
 from megarl.reward.answer import AnswerPattern, extract_boxed, final_answer
 from megarl.reward.exact_numbers import LONGEST_NUMBER, parse_number
 from megarl.reward.notation import normalise
-from megarl.reward.outcome import Outcome
 from megarl.reward.structure import Comparison, Node, Percent, choice_letter, parse_answer
+from megarl.reward.units import split_unit
 
 LONGEST_ANSWER = 2000  # characters; a longer answer is right only when it is the ground truth's very text
 DEEPEST_NESTING = 20  # brackets within brackets; as above
@@ -99,6 +100,16 @@ def _graded(response: str, ground_truth: str, rule: MathRule, same_expression: C
         return Outcome(0.0, "no_answer")
     right = same_answer(answer, ground_truth, Comparison(same_expression, rule.percent, rule.relative_tolerance))
     return Outcome(1.0, "right") if right else Outcome(0.0, "wrong")
+
+
+def answer_key(response: str, ground_truth: str, pattern: AnswerPattern) -> str | None:
+    """The final answer in one notation, equal for answers that count as one vote; None when there is none."""
+    answer = final_answer(response, pattern=pattern, numeric=_is_number(ground_truth))
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        return None
+    text = normalise(answer)
+    number = parse_number(split_unit(text).value)
+    return (str(number) if number is not None else text.replace(" ", "")) or None
 
 
 def same_answer(answer: str, ground_truth: str, comparison: Comparison) -> bool:

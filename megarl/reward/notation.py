@@ -129,7 +129,9 @@ def _same_command(name: str) -> str:
 
 def _braced_arguments(text: str) -> str:
     r"""`\frac12`, `\frac1{2}`, `\sqrt2`, `\sqrt(2)` and `^12`-free forms with braces around their arguments."""
-    text = re.sub(r"\\(frac|sqrt|text)\s+", r"\\\1 ", text).replace(r"\frac {", r"\frac{").replace(r"\sqrt {", r"\sqrt{")
+    text = (
+        re.sub(r"\\(frac|sqrt|text)\s+", r"\\\1 ", text).replace(r"\frac {", r"\frac{").replace(r"\sqrt {", r"\sqrt{")
+    )
     text = text.replace(r"\text {", r"\text{").replace(r"\sqrt [", r"\sqrt[")
     token = r"(\d|[a-zA-Z]|\\[a-zA-Z]+)"
     text = re.sub(rf"\\frac ?{token} ?{token}(?![a-zA-Z]*\{{)", r"\\frac{\1}{\2}", text)

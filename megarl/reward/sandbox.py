@@ -60,7 +60,9 @@ class SandboxConfig(BaseModel):
     total_seconds: float = Field(30.0, gt=0, description="Wall seconds of all tests of a program together.")
     memory_mib: int = Field(1024, ge=64, description="Address space of each of the program's processes, in MiB.")
     processes: int = Field(32, ge=1, description="Processes and threads of a program at once.")
-    file_mib: int = Field(16, ge=1, description="Size of a file that it writes, in MiB; its folder holds four times that.")
+    file_mib: int = Field(
+        16, ge=1, description="Size of a file that it writes, in MiB; its folder holds four times that."
+    )
     output_mib: int = Field(4, ge=1, description="Output that is taken from it, in MiB; more fails the test.")
     import_folders: list[str] = Field(
         default_factory=list, description="Folders of Python packages that programs may import, mounted read-only."
@@ -231,9 +233,7 @@ def _tests_of(job: dict[str, Any]) -> int:
     return len(job.get("inputs") or job.get("asserts") or range(1000))
 
 
-def _communicate(
-    command: Sequence[str], body: bytes, files: Sequence[int], seconds: float
-) -> tuple[bytes, str]:
+def _communicate(command: Sequence[str], body: bytes, files: Sequence[int], seconds: float) -> tuple[bytes, str]:
     """(standard output, problem); the process group is gone when it returns, by the deadline at the latest."""
     until = time.monotonic() + seconds + START_SECONDS
     process = subprocess.Popen(
@@ -316,4 +316,3 @@ def _seccomp_filter() -> bytes:
         rules.export_bpf(file)
         file.seek(0)
         return file.read()
-

@@ -25,14 +25,18 @@ MOST_ITEMS = 64  # of an unordered collection; longer ones are compared in order
 
 _COMMA = re.compile(r"[,;]")
 _CUP = re.compile(r"\\cup(?![a-zA-Z])")
-_WORD_AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\\(?:lor|land)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))\s*")
+_WORD_AND = re.compile(
+    r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\\(?:lor|land)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))\s*"
+)
 _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<=|>=|<|>")
 _EQUALS = re.compile(r"(?<![<>!:])=(?!=)|\\equiv(?![a-zA-Z])")
 _IN = re.compile(r"\\in(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BASED = re.compile(r"(\d[\da-fA-F]*) ?_ ?(?:\{ ?(?:\\text\{ ?)?(\d+)(?: ?\})? ?\}|(\d+))")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
-_NAME = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?: ?_ ?(?:\{[^{}]*\}|\w))?'*(?: ?\((?:[a-zA-Z]|\\[a-zA-Z]+)(?:, ?[a-zA-Z])*\))?")
+_NAME = re.compile(
+    r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?: ?_ ?(?:\{[^{}]*\}|\w))?'*(?: ?\((?:[a-zA-Z]|\\[a-zA-Z]+)(?:, ?[a-zA-Z])*\))?"
+)
 _NAMED_TEXT = re.compile(r"\\text\{[^{}]*\}|[a-zA-Z ]{2,}")
 _CHOICE = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:](?= |$)|$)(.*)", re.DOTALL)
 _RATIO = re.compile(r"[^:]+(?: ?: ?[^:]+)+")

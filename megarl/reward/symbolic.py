@@ -88,7 +88,9 @@ def _parser() -> tuple[Any, Any]:
     try:
         from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     except ModuleNotFoundError as error:
-        raise UserError("reward.function = math needs math-verify for expressions: pip install 'megarl[math]'") from error
+        raise UserError(
+            "reward.function = math needs math-verify for expressions: pip install 'megarl[math]'"
+        ) from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return latex2sympy, ConversionConfig(lowercase_symbols=False)
 

@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.data.outcome import Status
 from megarl.errors import UserError
-from megarl.reward.outcome import Status
 from megarl.reward.worker import LENGTH
 
 logger = logging.getLogger(__name__)

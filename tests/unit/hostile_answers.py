@@ -40,8 +40,18 @@ HOSTILE_ANSWERS: list[tuple[str, str]] = [
     ("1," * 100_000 + "1", "1"),
     (r"\pm" * 30 + "1", "1"),
     (",".join(["x+1"] * 600), ",".join(["1+x"] * 600)),
-    (r"\begin{pmatrix}" + r"\\".join("&".join(f"a_{{{i}{j}}}" for j in range(9)) for i in range(9)) + r"\end{pmatrix}", "1"),
-    (r"\det\begin{pmatrix}" + r"\\".join("&".join("abcdefghi"[j] + "^" + str(i) for j in range(9)) for i in range(9)) + r"\end{pmatrix}", "1"),
+    (
+        r"\begin{pmatrix}"
+        + r"\\".join("&".join(f"a_{{{i}{j}}}" for j in range(9)) for i in range(9))
+        + r"\end{pmatrix}",
+        "1",
+    ),
+    (
+        r"\det\begin{pmatrix}"
+        + r"\\".join("&".join("abcdefghi"[j] + "^" + str(i) for j in range(9)) for i in range(9))
+        + r"\end{pmatrix}",
+        "1",
+    ),
     ("x^{" * 38 + "x" + "}" * 38, "x"),
     (r"\sin(" * 38 + "x" + ")" * 38, "x"),
     ("\x00\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace") + "\\" * 5000, "1"),

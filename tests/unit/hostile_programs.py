@@ -49,7 +49,7 @@ HOSTILE_PROGRAMS: dict[str, str] = {
     "endless recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)",
     "closes everything": "import os\nos.closerange(0, 1000)",
     "reads on for ever": "import sys\nwhile True: sys.stdin.read()",
-    "forged verdict": "import os\nos.write(1, b'{\"nonce\": \"0\", \"results\": [[true, \"\"]]}')",
+    "forged verdict": 'import os\nos.write(1, b\'{"nonce": "0", "results": [[true, ""]]}\')',
 }
 
 # Against tests that call `add(a, b)`: they never return 3 for 1 and 2, and must never pass.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.evaluate import average_at_k, pass_at_k
+from megarl.estimators import average_at_k, pass_at_k
 from megarl.learn import average, split_groups
 from tests.tiny_models import random_samples
 

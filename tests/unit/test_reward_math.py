@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megarl.reward.functions import RewardConfig, reward_function, score_samples
 from pydantic import ValidationError
 
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
-from megarl.reward.functions import RewardConfig, reward_function, score_samples
 from megarl.reward.math import extract_boxed, grade, last_number, parse_number
 
 GRADING_ROWS = Path(__file__).parents[3] / "shared" / "data" / "grading_rows.jsonl"

@@ -8,9 +8,8 @@ import builtins
 import sys
 import types
 
+import compare
 import values
-
-RELATIVE, ABSOLUTE = 1e-6, 1e-9  # how far floating-point results may be off in input/output tests
 
 
 class ProgramEnded(Exception):
@@ -198,15 +197,10 @@ def run_tests(program, job):
     return results
 
 
-def count_tests(job):
-    """How many tests the job has, as far as that is known before running them."""
-    return max(1, len(job.get("inputs") or job.get("asserts") or [None]))
-
-
 def _tests(program, job):
     if job["kind"] == "call":
         function = _function(program, job["function"])
-        wrapped = all(isinstance(output, list) and len(output) == 1 for output in job["outputs"])
+        wrapped = compare.are_wrapped(job["outputs"])
         for arguments, expected in zip(job["inputs"], job["outputs"]):
             yield lambda arguments=arguments, expected=expected: _check_call(function, arguments, expected, wrapped)
     elif job["kind"] == "asserts":
@@ -257,27 +251,6 @@ def _function(program, name):
 
 def _check_call(function, arguments, expected, wrapped):
     result = function(*arguments)
-    if same_value(expected, result) or (wrapped and same_value(expected[0], result)):
+    if not isinstance(result, Proxy) and compare.same_value(expected, result, wrapped=wrapped):
         return
     raise AssertionError(f"got {result!r:.100}, wanted {expected!r:.100}")
-
-
-def same_value(expected, result):
-    """Whether a result is the expected JSON value: lists and tuples alike, floats within RELATIVE, text only as text."""
-    if isinstance(result, Proxy):
-        return False
-    if isinstance(expected, (list, tuple)) and isinstance(result, (list, tuple)):
-        return len(expected) == len(result) and all(same_value(a, b) for a, b in zip(expected, result))
-    if isinstance(expected, dict) and isinstance(result, dict):
-        texts = {str(key): value for key, value in result.items()}
-        return len(texts) == len(expected) and all(
-            str(key) in texts and same_value(value, texts[str(key)]) for key, value in expected.items()
-        )
-    if isinstance(expected, list) and isinstance(result, set):
-        return len(expected) == len(result) and all(any(same_value(a, b) for b in result) for a in expected)
-    numbers = (int, float)
-    if isinstance(expected, numbers) and isinstance(result, numbers):
-        if isinstance(expected, float) or isinstance(result, float):
-            return expected == result or abs(expected - result) <= max(ABSOLUTE, RELATIVE * abs(expected))
-        return expected == result
-    return type(expected) is type(result) and expected == result

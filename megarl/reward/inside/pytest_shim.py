@@ -67,7 +67,9 @@ class _Mark:
         return mark
 
     def __getattr__(self, name):
-        return lambda *arguments, **named: arguments[0] if len(arguments) == 1 and callable(arguments[0]) else lambda f: f
+        return lambda *arguments, **named: (
+            arguments[0] if len(arguments) == 1 and callable(arguments[0]) else lambda f: f
+        )
 
 
 mark = _Mark()

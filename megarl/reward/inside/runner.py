@@ -161,7 +161,10 @@ class ProgramServer:
         def ask_judge(*arguments):
             self._values.send(
                 self._answers,
-                {"callback": number, "arguments": [self._values.encode(argument, self._handle) for argument in arguments]},
+                {
+                    "callback": number,
+                    "arguments": [self._values.encode(argument, self._handle) for argument in arguments],
+                },
             )
             return self._decode(self._values.receive(self._requests)["value"])
 

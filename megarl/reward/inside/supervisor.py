@@ -10,12 +10,13 @@ import sys
 
 sys.path.insert(0, sys.argv[1])
 
-import _socket  # noqa: E402
-import marshal  # noqa: E402
-import select  # noqa: E402
-import time  # noqa: E402
+import _socket
+import marshal
+import select
+import time
 
-import runner  # noqa: E402
+import compare
+import runner
 
 MOST_ERROR_TEXT = 2000  # bytes of a program's standard error that are kept
 
@@ -55,7 +56,7 @@ def run_scripts(forks, job):
     results = []
     for given, expected in zip(job["inputs"], job["outputs"]):
         output, problem = _run_script(forks, job, given.encode())
-        if problem is None and not same_output(expected, output.decode(errors="replace")):
+        if problem is None and not compare.same_output(expected, output.decode(errors="replace")):
             problem = "wrong output"
         results.append([problem is None, problem or ""])
         if problem is not None and not job["all"]:
@@ -115,34 +116,6 @@ def _exchange(job, given, in_write, out_read, err_read):
     for number in (*writing, out_read, err_read):
         os.close(number)
     return bytes(output), bytes(errors[-MOST_ERROR_TEXT:]), problem
-
-
-def same_output(expected, output):
-    """Whether two outputs are the same, line for line, blanks at line ends and empty lines at the end aside.
-
-    Numbers with a decimal point may be off by 1e-6, relatively or absolutely.
-    """
-    wanted, given = (text.rstrip().splitlines() or [""] for text in (expected, output))
-    return len(wanted) == len(given) and all(map(_same_line, wanted, given))
-
-
-def _same_line(wanted, given):
-    if wanted.rstrip() == given.rstrip():
-        return True
-    tokens = wanted.split(), given.split()
-    return len(tokens[0]) == len(tokens[1]) and all(map(_same_token, *tokens))
-
-
-def _same_token(wanted, given):
-    if wanted == given:
-        return True
-    if not any(mark in wanted.lower() for mark in ".e") or not any(symbol.isdigit() for symbol in wanted):
-        return False
-    try:
-        first, second = float(wanted), float(given)
-    except ValueError:
-        return False
-    return abs(first - second) <= 1e-6 * max(1.0, abs(first))
 
 
 def run_judge(forks, job, settings):
