@@ -1,8 +1,8 @@
 """Held-out evaluation: how well the policy answers prompts it is not trained on.
 
-`torchrun --nproc-per-node N -m megarl.evaluate CONFIG.yaml [key=value ...]` evaluates `model.path` on `evaluation.sets`.
-It prints the metrics as one JSON object and leaves `results.json`, `table.txt` and every response as parquet in
-`run.folder`/evaluation. Interrupted, the same command goes on after the responses that are finished.
+`torchrun --nproc-per-node N -m megarl.evaluate CONFIG.yaml [key=value ...]` evaluates `model.path` on
+`evaluation.sets`. It prints the metrics as one JSON object and leaves `results.json`, `table.txt` and every response as
+parquet in `run.folder`/evaluation. Interrupted, the same command goes on after the responses that are finished.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def evaluation_task(settings: EvaluationSet, prompts: Sequence[Prompt]) -> Evalu
     chosen = chosen[: settings.limit] if settings.limit else chosen
     if not chosen:
         found = ", ".join(sorted({prompt.data_source for prompt in prompts}))
-        raise UserError(
-            f"evaluation set {settings.name}: no prompt is of sources {settings.sources}; found are {found}"
-        )
+        raise UserError(f"evaluation set {settings.name}: no row is of sources {settings.sources}; there are {found}")
     merged: dict[tuple[tuple[int, ...], str], int] = {}
     firsts: list[Prompt] = []
     for prompt in chosen:
@@ -262,13 +260,11 @@ def results_table(metrics: Mapping[str, float], names: Iterable[str]) -> str:
             value, error = metrics[f"eval/{key}"], metrics[f"eval/{key}_stderr"]
             rows.append([title, "", f"{100 * value:.2f}", f"{100 * error:.2f}", "", "", "", "", ""])
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if column == 0 else cell.rjust(w)
-            for column, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    lines = []
+    for name, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
+    return "\n".join(lines)
 
 
 def evaluation_identity(config: RunConfig, tasks: Sequence[EvaluationTask]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Journal:
     """Finished responses of one evaluation, one JSON line each; every rank writes a file of its own."""
 
     def __init__(self, folder: Path, identity: dict[str, Any], *, rank: int) -> None:
-        """`identity`: all that the responses depend on. Raises UserError when the folder belongs to another evaluation."""
+        """`identity`: all that the responses depend on, as JSON values."""
         self.folder = folder
         self._rank = rank
         self._identity = identity
@@ -51,7 +51,7 @@ class Journal:
     def open(self) -> dict[int, Response]:
         """The responses that an earlier run finished, by number; from now on more can be added.
 
-        To be called on every rank before any rank adds one.
+        To be called on every rank before any rank adds one. Raises UserError when the folder holds another evaluation.
         """
         identity_file = self.folder / "identity.json"
         if identity_file.is_file():
@@ -59,8 +59,8 @@ class Journal:
             differing = [key for key in self._identity if earlier.get(key) != self._identity[key]]
             if differing:
                 raise UserError(
-                    f"{self.folder} holds another evaluation ({', '.join(differing)} differ): choose another run.folder or "
-                    "set run.overwrite=true"
+                    f"{self.folder} holds another evaluation ({', '.join(differing)} differ): choose another "
+                    "run.folder or set run.overwrite=true"
                 )
         finished: dict[int, Response] = {}
         for file in sorted(self.folder.glob("journal-*.jsonl")):

@@ -216,19 +216,21 @@ class Session:
 
 
 def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]:
-    return [
-        evaluation_task(
-            settings,
-            load_prompts(
+    """The held-out sets; several may come from one file, which is read once."""
+    loaded: dict[str, list[Prompt]] = {}
+    tasks = []
+    for settings in config.evaluation.sets:
+        key = f"{settings.files} {settings.reward}"
+        if key not in loaded:
+            loaded[key] = load_prompts(
                 settings.files,
                 config.data,
                 tokenizer,
                 truth_problem=gold_check(config.reward, settings.reward),
                 drop_bad_truths=config.reward.on_bad_gold == "drop",
-            ).prompts,
-        )
-        for settings in config.evaluation.sets
-    ]
+            ).prompts
+        tasks.append(evaluation_task(settings, loaded[key]))
+    return tasks
 
 
 def _policy(config: RunConfig, shape: ModelShape, layout: Layout, *, trains: bool) -> MegatronPolicy:

@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Ranks share the cores of one machine: one thread each, and waiting threads sleep.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-venv="$(bash tools/make_environment.sh dev,report)"
+venv="$(bash tools/make_environment.sh dev,report,code,data)"
 export PATH="$venv/bin:$PATH"
 
 summaries="$(mktemp)"

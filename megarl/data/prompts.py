@@ -291,12 +291,8 @@ def _with_good_truths(rows: Sequence[Row], truth_problem: Callable[[str, str], s
     for error in bad:
         logger.warning("%s%s", error, "; the row is dropped" if drop else "")
     if bad and not drop:
-        raise UserError(
-            f"{bad[0]}"
-            + (f" (and {len(bad) - 1} more rows, listed above)" if len(bad) > 1 else "")
-            + "; mend them or set "
-            "reward.on_bad_gold=drop"
-        )
+        others = f" (and {len(bad) - 1} more rows, listed above)" if len(bad) > 1 else ""
+        raise UserError(f"{bad[0]}{others}; mend them or set reward.on_bad_gold=drop")
     if not good:
         raise UserError(f"no row is left: every ground truth has a problem, such as {bad[0]}")
     return good

@@ -124,11 +124,8 @@ def job_of(tests: dict[str, Any], program: str) -> dict[str, Any]:
     prompt = tests.get("prompt") or ""
     if prompt:
         # What the prompt brings (imports, helpers) comes first; a completion is the rest of its last function.
-        program = (
-            prompt + "\n" + program
-            if entry and not _defines(program, entry)
-            else _without_entry(prompt, entry) + program
-        )
+        completes = entry and not _defines(program, entry)
+        program = (prompt + "\n" if completes else _without_entry(prompt, entry)) + program
     return {"kind": "module", "program": program, "source": tests["test"], "entry_point": entry}
 
 
@@ -144,11 +141,12 @@ def _input_output_job(tests: dict[str, Any], program: str) -> dict[str, Any]:
         outputs = [_json_or_text(output) if isinstance(output, str) else output for output in outputs]
         arguments = [i if isinstance(i, list) else [i] for i in inputs]
         return {"kind": "call", "program": program, "function": name, "inputs": arguments, "outputs": outputs}
-    texts = [
-        ["\n".join(map(str, item)) if isinstance(item, list) else str(item) for item in side]
-        for side in (inputs, outputs)
-    ]
-    return {"kind": "stdin", "program": program, "inputs": texts[0], "outputs": texts[1]}
+    texts = {"inputs": [_as_text(item) for item in inputs], "outputs": [_as_text(item) for item in outputs]}
+    return {"kind": "stdin", "program": program} | texts
+
+
+def _as_text(item: Any) -> str:
+    return "\n".join(map(str, item)) if isinstance(item, list) else str(item)
 
 
 def _json_or_text(text: str) -> Any:
@@ -167,9 +165,7 @@ def _compiles(source: str) -> bool:
 
 
 def _defines(program: str, name: str) -> bool:
-    return (
-        re.search(rf"^(?:async )?def {re.escape(name)}\b|^class {re.escape(name)}\b", program, re.MULTILINE) is not None
-    )
+    return re.search(rf"^(?:(?:async )?def|class) {re.escape(name)}\b", program, re.MULTILINE) is not None
 
 
 def _without_entry(prompt: str, entry: str | None) -> str:

@@ -44,7 +44,7 @@ class RewardRule(BaseModel):
     )
     batched: bool = Field(
         False,
-        description="The import path's function takes lists (responses, ground_truths, extra_infos) and returns a list.",
+        description="The import path's function takes lists (responses, ground_truths, extra_infos), returns a list.",
     )
 
     @field_validator("function")

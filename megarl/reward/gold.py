@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megarl.reward.code import BadTests, read_tests
 from megarl.reward.config import RewardConfig, RewardRule
 from megarl.reward.math import MathRule, NeedsLibrary, grade_exactly
+from megarl.reward.notation import close_braces
 
 _WRITTEN = {"hash": "#### {}", "phrase": "The answer is: {}", "last_number": "{}", "whole": "{}"}
 
@@ -21,7 +22,7 @@ def gold_problem(ground_truth: str, rule: RewardRule) -> str | None:
         return None
     if rule.function != "math":
         return None
-    response = _WRITTEN.get(rule.answer, "\\boxed{{{}}}").format(ground_truth)
+    response = _WRITTEN.get(rule.answer, "\\boxed{{{}}}").format(close_braces(ground_truth))
     try:
         outcome = grade_exactly(response, ground_truth, math_rule(rule))
     except NeedsLibrary:

@@ -1,4 +1,4 @@
-"""Grading of samples: each by its data source's rule, in workers where it could hang, with failures told and counted."""
+"""Grading of samples: each by its data source's rule, in workers where it could hang, failures told and counted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Grader:
             self._check_path(path)
 
     def grade(self, samples: Sequence[Sample], rule: RewardRule | None = None) -> None:
-        """Nothing; sets `outcome` and `reward` of every sample, by `rule` or its data source's, in any number of threads.
+        """Nothing; sets `outcome` and `reward` of every sample, by `rule` or its data source's; any thread may call it.
 
         Failures are treated as the config says: reward 0 with the outcome telling why, `dropped` set, or a UserError
         that names the sample.
@@ -129,8 +129,8 @@ class Grader:
             return
         action: OnFailure = self.config.on_error if outcome.status == "error" else self.config.on_failure
         what = (
-            f"a response to prompt {sample.prompt.index} ({sample.prompt.data_source}) got no reward: {outcome.status}: "
-            f"{outcome.detail}; it begins {sample.response_text[:60]!r}"
+            f"a response to prompt {sample.prompt.index} ({sample.prompt.data_source}) got no reward: "
+            f"{outcome.status}: {outcome.detail}; it begins {sample.response_text[:60]!r}"
         )
         if action == "stop":
             key = "on_error" if outcome.status == "error" else "on_failure"
@@ -182,4 +182,4 @@ def _outcomes(pending: Pending, count: int) -> list[Outcome]:
         return [result] * count
     if result.status is not None:
         return [Outcome(0.0, result.status, result.detail, result.seconds)] * count
-    return [Outcome(*values, seconds=result.seconds) for values in result.value]
+    return [Outcome(reward, status, detail, result.seconds) for reward, status, detail in result.value]

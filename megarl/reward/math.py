@@ -17,7 +17,7 @@ from types import FrameType
 from megarl.data.outcome import Outcome
 from megarl.reward.answer import AnswerPattern, extract_boxed, final_answer
 from megarl.reward.exact_numbers import LONGEST_NUMBER, parse_number
-from megarl.reward.notation import normalise
+from megarl.reward.notation import close_braces, normalise
 from megarl.reward.structure import Comparison, Node, Percent, choice_letter, parse_answer
 from megarl.reward.units import split_unit
 
@@ -137,6 +137,7 @@ def same_answer(answer: str, ground_truth: str, comparison: Comparison) -> bool:
 @lru_cache(maxsize=8192)
 def _alternatives(ground_truth: str) -> tuple[str, ...]:
     """The answers that a ground truth allows: some data sets join two by a capital OR."""
+    ground_truth = close_braces(ground_truth)
     if "\\boxed" in ground_truth:
         ground_truth = extract_boxed(ground_truth) or ground_truth
     whole = normalise(ground_truth)

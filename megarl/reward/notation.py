@@ -85,8 +85,8 @@ _TRAILING = " \t\n.,;:*$~"
 def normalise(answer: str) -> str:
     r"""The answer in one canonical writing, spaces kept where they may matter.
 
-    Fractions as `\frac{a}{b}`, roots as `\sqrt{a}`, text as `\text{...}`, inequalities as `<`, `>`, `\le`, `\ge`; without
-    dollar signs, sizes, fonts, spacing and closing punctuation. Its cost grows linearly with the answer's length.
+    Fractions as `\frac{a}{b}`, roots as `\sqrt{a}`, text as `\text{...}`, inequalities as `<`, `>`, `\le`,
+    `\ge`; without dollar signs, sizes, fonts, spacing and closing punctuation. Its cost grows linearly with the length.
     """
     text = _unicode(answer)
     text = _GROUPED_DIGITS.sub("", text)
@@ -155,6 +155,12 @@ def _strip(text: str) -> str:
 
 
 OPENING, CLOSING = "([{", ")]}"
+
+
+def close_braces(text: str) -> str:
+    """The text with the braces closed at its end that it leaves open: some data sets cut answers there."""
+    plain = text.replace("\\{", "").replace("\\}", "")
+    return text + "}" * (plain.count("{") - plain.count("}"))
 
 
 def closing_place(text: str, opening: int) -> int | None:

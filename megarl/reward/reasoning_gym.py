@@ -25,7 +25,7 @@ def score(response: str, ground_truth: str, extra_info: dict[str, Any]) -> float
         # Some scorers give small marks for any text: those are no reward.
         return float(scorer(answer, entry) >= 1.0)
     except Exception:
-        # Several scorers raise on text that is no answer of their kind; if they take the gold one, the text is at fault.
+        # Several scorers raise on text that is no answer of their kind: the text's fault, if they take the gold one.
         if scorer(ground_truth, entry) < 1.0:
             raise
         return 0.0

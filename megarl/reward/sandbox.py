@@ -60,9 +60,7 @@ class SandboxConfig(BaseModel):
     total_seconds: float = Field(30.0, gt=0, description="Wall seconds of all tests of a program together.")
     memory_mib: int = Field(1024, ge=64, description="Address space of each of the program's processes, in MiB.")
     processes: int = Field(32, ge=1, description="Processes and threads of a program at once.")
-    file_mib: int = Field(
-        16, ge=1, description="Size of a file that it writes, in MiB; its folder holds four times that."
-    )
+    file_mib: int = Field(16, ge=1, description="Largest file that it may write, in MiB; all together four times that.")
     output_mib: int = Field(4, ge=1, description="Output that is taken from it, in MiB; more fails the test.")
     import_folders: list[str] = Field(
         default_factory=list, description="Folders of Python packages that programs may import, mounted read-only."
@@ -100,8 +98,8 @@ class LocalSandbox:
         self._isolated = self.config.kind == "bubblewrap"
         if self._isolated and shutil.which("bwrap") is None:
             raise UserError(
-                "reward.sandbox.kind = bubblewrap, but there is no bwrap on this machine: install the package bubblewrap, "
-                "or set reward.sandbox.kind to remote, or to process if you trust the programs"
+                "reward.sandbox.kind = bubblewrap, but there is no bwrap on this machine: install the package "
+                "bubblewrap, or set reward.sandbox.kind to remote, or to process if you trust the programs"
             )
         self._filter = _seccomp_filter() if self._isolated else b""
         self._temporary = tempfile.TemporaryDirectory(prefix="megarl-sandbox-")
@@ -301,8 +299,8 @@ def _seccomp_filter() -> bytes:
         import pyseccomp
     except (ImportError, RuntimeError, OSError) as error:
         raise UserError(
-            "reward.sandbox.kind = bubblewrap needs pyseccomp and libseccomp: pip install 'megarl[code]' and the system "
-            f"package libseccomp2 ({error})"
+            "reward.sandbox.kind = bubblewrap needs pyseccomp and libseccomp: pip install 'megarl[code]' and the "
+            f"system package libseccomp2 ({error})"
         ) from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in FORBIDDEN_CALLS:

@@ -34,8 +34,9 @@ _IN = re.compile(r"\\in(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BASED = re.compile(r"(\d[\da-fA-F]*) ?_ ?(?:\{ ?(?:\\text\{ ?)?(\d+)(?: ?\})? ?\}|(\d+))")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
+_LETTER = r"(?:[a-zA-Z]|\\[a-zA-Z]+)"
 _NAME = re.compile(
-    r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?: ?_ ?(?:\{[^{}]*\}|\w))?'*(?: ?\((?:[a-zA-Z]|\\[a-zA-Z]+)(?:, ?[a-zA-Z])*\))?"
+    rf"{_LETTER}(?: ?_ ?(?:\{{[^{{}}]*\}}|\w))?'*(?: ?\({_LETTER}(?:, ?[a-zA-Z])*\))?"  # x, x_1, f(x)
 )
 _NAMED_TEXT = re.compile(r"\\text\{[^{}]*\}|[a-zA-Z ]{2,}")
 _CHOICE = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:](?= |$)|$)(.*)", re.DOTALL)

@@ -60,7 +60,7 @@ def same_expression(truth: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Any:
-    """The sympy expression of a normalised text. Raises NotAnExpression or TooCostly; needs the extra `math`."""
+    """The sympy expression of a normalised text. Raises NotAnExpression or TooCostly."""
     latex2sympy, config = _parser()
     refuse_costly(text)
     try:
@@ -88,9 +88,7 @@ def _parser() -> tuple[Any, Any]:
     try:
         from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     except ModuleNotFoundError as error:
-        raise UserError(
-            "reward.function = math needs math-verify for expressions: pip install 'megarl[math]'"
-        ) from error
+        raise UserError("reward.function = math needs the package math-verify, which is not installed") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return latex2sympy, ConversionConfig(lowercase_symbols=False)
 

@@ -179,7 +179,7 @@ class WorkerPool:
     def __init__(
         self, size: int, *, deadline: float, memory_mib: int, queue_size: int = 256, warm_up: Sequence[Task] = ()
     ) -> None:
-        """`deadline`: wall seconds of a task; `memory_mib`: address space of a worker; `warm_up`: tasks at its start."""
+        """`deadline`: wall seconds of a task; `memory_mib`: a worker's address space; `warm_up`: tasks at its start."""
         if size < 1:
             raise ValueError(f"size = {size} must be at least 1")
         self.size, self.deadline = size, deadline
@@ -194,7 +194,7 @@ class WorkerPool:
         self._closed = False
 
     def submit(self, task: str, *arguments: Any, deadline: float | None = None) -> Future[TaskResult]:
-        """The future result of a task; blocks while the queue is full. The future never holds an exception of the task."""
+        """The future result of a task, its failure included; blocks while the queue is full."""
         if self._closed:
             raise RuntimeError("the pool is closed")
         self._start()

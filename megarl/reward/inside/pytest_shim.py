@@ -67,9 +67,10 @@ class _Mark:
         return mark
 
     def __getattr__(self, name):
-        return lambda *arguments, **named: (
-            arguments[0] if len(arguments) == 1 and callable(arguments[0]) else lambda f: f
-        )
+        def other_mark(*arguments, **named):
+            return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else lambda function: function
+
+        return other_mark
 
 
 mark = _Mark()

@@ -163,7 +163,7 @@ class ProgramServer:
                 self._answers,
                 {
                     "callback": number,
-                    "arguments": [self._values.encode(argument, self._handle) for argument in arguments],
+                    "arguments": [self._values.encode(one, self._handle) for one in arguments],
                 },
             )
             return self._decode(self._values.receive(self._requests)["value"])
