@@ -82,7 +82,7 @@ def extract_program(response: str) -> str | None:
     blocks = [(tag.lower(), source) for tag, source in _FENCE.findall(text)]
     tagged = [source for tag, source in blocks if tag in _PYTHON_TAGS]
     candidates = tagged or [source for tag, source in blocks if tag == "" and _compiles(source)]
-    program = candidates[-1] if candidates else text if not blocks and text.strip() and _compiles(text) else None
+    program = candidates[-1] if candidates else text if not blocks and _is_bare_program(text) else None
     return None if program is None or not program.strip() or len(program) > LONGEST_PROGRAM else program
 
 
@@ -154,6 +154,16 @@ def _json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _is_bare_program(text: str) -> bool:
+    """Whether text without a fence is Python that does something, or the indented body of a function."""
+    if text[:1].isspace() and text.strip():
+        return _compiles("def completed():\n" + text)
+    if not _compiles(text):
+        return False
+    doing = (ast.stmt, ast.Call)
+    return any(isinstance(node, doing) and not isinstance(node, ast.Expr) for node in ast.walk(ast.parse(text)))
 
 
 def _compiles(source: str) -> bool:

@@ -135,9 +135,10 @@ def main() -> None:
         TASKS[task](*arguments)
     write_frame(answers, {"value": "ready", "resident_mib": _resident_mib()})
     while (message := read_frame(tasks)) is not None:
+        task, arguments, deadline = message
         # Should the parent be killed meanwhile, the kernel ends this process even inside a long C call.
-        signal.alarm(settings["deadline"] + 10)
-        answer = answer_to(*message)
+        signal.alarm(round(deadline) + 10)
+        answer = answer_to(task, arguments)
         signal.alarm(0)
         write_frame(answers, answer | {"resident_mib": _resident_mib()})
         if answer.get("status") == "memory":

@@ -62,7 +62,7 @@ class WorkerDied(Exception):
 class Worker:
     """One grading process, seen from its parent."""
 
-    def __init__(self, *, memory_mib: int, deadline: float, warm_up: Sequence[Task]) -> None:
+    def __init__(self, *, memory_mib: int, warm_up: Sequence[Task]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -80,7 +80,6 @@ class Worker:
         settings = {
             "path": sys.path,
             "memory_mib": memory_mib,
-            "deadline": round(deadline),
             "warm_up": list(warm_up),
         }
         self._send(settings)
@@ -106,7 +105,7 @@ class Worker:
     def call(self, task: Task, deadline: float) -> TaskResult | None:
         """The task's result, or None when `deadline` seconds passed. Raises WorkerDied."""
         began = time.monotonic()
-        self._send(task)
+        self._send((*task, deadline))
         message = self._receive(began + deadline)
         if message is None:
             return None
@@ -184,7 +183,7 @@ class WorkerPool:
             raise ValueError(f"size = {size} must be at least 1")
         self.size, self.deadline = size, deadline
         self.counts = PoolCounts()
-        self._settings: dict[str, Any] = {"memory_mib": memory_mib, "deadline": deadline, "warm_up": tuple(warm_up)}
+        self._settings: dict[str, Any] = {"memory_mib": memory_mib, "warm_up": tuple(warm_up)}
         self._memory_mib = memory_mib
         self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=queue_size)
         self._threads: list[threading.Thread] = []
