@@ -154,7 +154,10 @@ class LocalSandbox:
         try:
             with self._seccomp_file() as seccomp:
                 text, problem = _communicate(
-                    self._command(slot, seccomp), body, (seccomp,) if seccomp >= 0 else (), config.total_seconds
+                    self._command(slot, seccomp, calls=job["kind"] != "stdin"),
+                    body,
+                    (seccomp,) if seccomp >= 0 else (),
+                    config.total_seconds,
                 )
         finally:
             if scratch is not None:
@@ -175,12 +178,13 @@ class LocalSandbox:
         finally:
             os.close(number)
 
-    def _command(self, slot: _Slot, seccomp: int) -> list[str]:
+    def _command(self, slot: _Slot, seccomp: int, *, calls: bool) -> list[str]:
         inside = "/judge" if self._isolated else str(self._folder)
         settings = {
             "program_user": slot.program_user,
             "judge_user": slot.judge_user,
             "alone": self._isolated,
+            "calls": calls,
             "limits": {
                 "memory_bytes": self.config.memory_mib * 2**20,
                 "cpu_seconds": max(1, round(self.config.total_seconds)),

@@ -92,3 +92,26 @@ def test_sets_are_evaluated_and_an_interrupted_run_goes_on(
     with pytest.raises(SystemExit) as stopped:
         run(config, tmp_path, capsys)
     assert stopped.value.code == 2 and "sets differ" in capsys.readouterr().err
+
+
+def test_training_masks_truncated_responses_and_keeps_held_out_ones(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl import train
+
+    config["loop"] = {"steps": 1, "prompts_per_step": 4, "updates_per_step": 1, "filter_groups": False}
+    config["loop"] |= {"save_hf": False}
+    config["rollout"] |= {"samples_per_prompt": 4}
+    config["evaluation"]["every"] = 1
+    config["reward"] = {
+        "function": "numeric_last",
+        "shaping": {"mask_truncated": True, "overlong_buffer": 4, "repetition_ngram": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    train.main([str(path)])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and rows[0]["reward/masked"] == 16 * rows[0]["rollout/truncated"]
+    assert rows[0]["reward/arithmetic"] == rows[0]["reward/mean"] <= 0
+    for step in (0, 1):
+        assert len(pq.read_table(tmp_path / "run" / "evaluation" / f"step_{step:06d}" / "two.parquet")) == 24

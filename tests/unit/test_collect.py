@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.data.outcome import Outcome
 from megarl.data.prompts import PromptCursor, PromptSet
 from megarl.data.samples import Prompt, Sample
 from megarl.rollout.collect import collect_groups
@@ -59,3 +60,19 @@ def test_the_cap_on_rounds_trains_on_what_there_is_with_a_warning(caplog: pytest
         collected = collect_groups(cursor_over(100), rollout, wanted=4, filter_groups=True, max_rounds=3)
     assert collected.groups == 1 and collected.rounds == 3
     assert "1 of 4" in caplog.text
+
+
+def test_dropped_samples_leave_their_group_and_shaping_does_not_make_a_group_useful() -> None:
+    def sample_groups(prompts: list[Prompt], generation_round: int) -> list[list[Sample]]:
+        groups = []
+        for order, prompt in enumerate(prompts):
+            group = [Sample(prompt, order, [1], [0.0], 1.0, "stop", 0, reward=reward) for reward in (1.0, 0.0, 0.5)]
+            for sample in group:
+                sample.outcome = Outcome(1.0 if prompt.index == 1 else sample.reward, "scored")
+            group[2].dropped = True
+            groups.append(group)
+        return groups
+
+    collected = collect_groups(cursor_over(9), sample_groups, wanted=2, filter_groups=True, max_rounds=1)
+    assert [sample.reward for sample in collected.samples] == [1.0, 0.0]
+    assert len(collected.generated) == 6, "what was dropped is still reported"

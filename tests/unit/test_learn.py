@@ -34,3 +34,7 @@ def test_pass_at_k_is_unbiased() -> None:
     # One right of four: two draws miss it with probability (3/4)(2/3) = 1/2.
     assert pass_at_k([[1, 0, 0, 0]], 2) == pytest.approx(0.5)
     assert pass_at_k([[0, 0, 0, 0], [1, 1, 1, 0]], 2) == pytest.approx(0.5)
+
+
+def test_no_samples_make_no_mini_batches() -> None:
+    assert split_groups([], 4) == [] and average([]) == {}

@@ -6,7 +6,6 @@ and a program can neither reach into them nor answer with objects that call them
 
 import builtins
 import sys
-import types
 
 import compare
 import values
@@ -165,7 +164,7 @@ class Namespace(dict):
 
 
 def _program_module(program):
-    module = types.ModuleType("solution")
+    module = type(sys)("solution")
 
     def get(name):
         if name == "__all__":
@@ -215,17 +214,18 @@ def _tests(program, job):
 def _module_tests(program, job):
     """Tests of a whole file: `check(candidate)` as in HumanEval, else its `test_*` functions and TestCase classes."""
     namespace = Namespace(program)
+    if job.get("entry_point") and "def check(" in job["source"]:
+        exec(compile(job["source"], "tests", "exec"), namespace)
+        candidate = program.ask("get", None, name=job["entry_point"])
+        yield lambda: namespace["check"](candidate)
+        return
     import pytest_shim
 
     sys.modules["pytest"] = pytest_shim
     exec(compile(job["source"], "tests", "exec"), namespace)
-    if job.get("entry_point") and callable(dict.get(namespace, "check")):
-        candidate = program.ask("get", None, name=job["entry_point"])
-        yield lambda: namespace["check"](candidate)
-        return
     found = False
     for name, value in list(namespace.items()):
-        if name.startswith("test") and isinstance(value, types.FunctionType):
+        if name.startswith("test") and isinstance(value, type(run_tests)):
             for test in pytest_shim.cases(value):
                 found = True
                 yield test

@@ -4,11 +4,7 @@ What comes from the program is only ever data: no class of the program's, so no 
 """
 
 import json
-import struct
-from decimal import Decimal
-from fractions import Fraction
 
-LENGTH = struct.Struct("<I")
 LARGEST_MESSAGE = 32 * 2**20  # bytes
 DEEPEST = 200
 
@@ -44,7 +40,7 @@ def encode(value, to_handle, depth=0):
         return {"s": [inner(item) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"b": bytes(value).hex()}
-    if kind is Fraction or kind is Decimal:
+    if kind.__name__ in ("Fraction", "Decimal") and kind is _exact_kind(kind.__name__):
         return {"n": [kind.__name__, str(value)]}
     if isinstance(value, str):
         return str.__str__(value)
@@ -77,8 +73,19 @@ def decode(form, from_handle):
     if tag == "b":
         return bytes.fromhex(content)
     if tag == "n":
-        return (Fraction if content[0] == "Fraction" else Decimal)(content[1])
+        return _exact_kind("Fraction" if content[0] == "Fraction" else "Decimal")(content[1])
     return from_handle(form)
+
+
+def _exact_kind(name):
+    """The class Fraction or Decimal, whose modules take long to import and are seldom needed."""
+    if name == "Fraction":
+        import fractions
+
+        return fractions.Fraction
+    import decimal
+
+    return decimal.Decimal
 
 
 def send(stream, message):
@@ -86,16 +93,16 @@ def send(stream, message):
     body = json.dumps(message).encode()
     if len(body) > LARGEST_MESSAGE:
         raise TooLarge("more than 32 MiB at once")
-    stream.write(LENGTH.pack(len(body)) + body)
+    stream.write(len(body).to_bytes(4, "little") + body)
     stream.flush()
 
 
 def receive(stream):
     """The next message of a binary stream. Raises EOFError at its end, TooLarge for an absurd length."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = stream.read(4)
+    if len(head) < 4:
         raise EOFError
-    size = LENGTH.unpack(head)[0]
+    size = int.from_bytes(head, "little")
     if size > LARGEST_MESSAGE:
         raise TooLarge("more than 32 MiB at once")
     body = stream.read(size)
