@@ -57,7 +57,7 @@ def test_both_averages_of_the_papers_table() -> None:
         "olympiad": 42.6,
         "minerva": 38.2,
     }
-    rows = dict(zip(names, (960, 960, 2656, 500, 2821, 675, 272), strict=True))
+    rows = dict(zip(accuracy, (960, 960, 2656, 500, 2821, 675, 272), strict=True))
     metrics = averages_over_sets({name: (value, 1.0) for name, value in accuracy.items()}, rows)
     assert metrics["eval/average_rows"] == pytest.approx(40.57, abs=0.01)
     assert metrics["eval/average_sets"] == pytest.approx(41.09, abs=0.01)
