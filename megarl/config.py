@@ -17,7 +17,7 @@ from megarl.policy.megatron import PolicyConfig
 from megarl.policy.model import ModelConfig
 from megarl.policy.optimizer import OptimizerSection
 from megarl.policy.parallel import ParallelConfig
-from megarl.reward.functions import RewardConfig
+from megarl.reward.config import RewardConfig, RewardRule
 from megarl.rollout.config import RolloutConfig
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -65,10 +65,15 @@ class EvaluationSet(BaseModel):
 
     name: str = Field(description="Name in the metrics: eval/<name>/...", pattern=r"^[A-Za-z0-9_.-]+$")
     files: list[str] = Field(min_length=1, description="Prompt files (parquet or jsonl).")
-    limit: int | None = Field(None, ge=1, description="Use only this many prompts from the start.")
-    samples: int = Field(1, ge=1, description="Samples per prompt.")
+    sources: list[str] | None = Field(None, description="Use only rows of these data sources; null: all.")
+    limit: int | None = Field(None, ge=1, description="Use only this many rows from the start.")
+    samples: int = Field(1, ge=1, description="Samples per row; equal rows count as one prompt.")
     final_samples: int | None = Field(None, ge=1, description="Samples per prompt at the last evaluation of a run.")
     temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature; 0 is greedy.")
+    max_response_length: int | None = Field(
+        None, ge=1, description="Tokens of a response at most; null: rollout.max_response_length."
+    )
+    reward: RewardRule | None = Field(None, description="How this set is graded; null: as `reward` says.")
 
 
 class EvaluationSection(BaseModel):
@@ -77,7 +82,19 @@ class EvaluationSection(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     every: int = Field(4, ge=1, description="Rollout steps between evaluations.")
+    responses_per_call: int = Field(
+        4096,
+        ge=1,
+        description="Responses asked for at once, over all sets together.",
+    )
     sets: list[EvaluationSet] = Field(default_factory=list, description="Held-out sets; the first feeds the law.")
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> EvaluationSection:
+        names = [entry.name for entry in self.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sets have the same name among {', '.join(names)}")
+        return self
 
 
 class RunConfig(BaseModel):

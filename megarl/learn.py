@@ -38,6 +38,7 @@ def learn(session: Session, samples: list[Sample], step: int) -> dict[str, float
         attach_reference_logprobs(session.reference, samples)
     attach_advantages(config.objective, samples)
     of_groups = measure_group_covariance(samples)
+    samples = [sample for sample in samples if not sample.masked]
     collected: list[dict[str, float]] = []
     for order, mini_batch in enumerate(split_groups(samples, config.loop.updates_per_step)):
         key = (config.run.seed, step, order)
@@ -97,6 +98,8 @@ def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     ordered = list(groups.values())
+    if not ordered:
+        return []
     parts = min(parts, len(ordered))
     bounds = [len(ordered) * part // parts for part in range(parts + 1)]
     return [[sample for group in ordered[start:end] for sample in group] for start, end in itertools.pairwise(bounds)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megarl.data.samples import Sample
 from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
 from megarl.law.theory import group_covariance
+from megarl.reward.grading import grading_metrics
 from megarl.rollout.collect import Collected
 from megarl.rollout.mismatch import mismatch, staleness
 
@@ -24,6 +25,7 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
         "rollout/response_length": statistics.fmean(sample.response_length for sample in generated),
         "rollout/truncated": statistics.fmean(sample.finish_reason == "length" for sample in generated),
     }
+    metrics |= grading_metrics(generated)
     with_tokens = [sample for sample in rollout.samples if sample.response_length]
     if not with_tokens:
         return metrics

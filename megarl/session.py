@@ -7,20 +7,19 @@ import logging
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.config import EvaluationSet, RunConfig, SftConfig, save_config
+from megarl.config import RunConfig, SftConfig, save_config
 from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
-from megarl.evaluate import evaluation_prompts, summarise
+from megarl.evaluate import EvaluationTask, evaluate_sets, evaluation_task
 from megarl.law.live import Point
 from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.hf_weights import expected_tensors
@@ -28,15 +27,13 @@ from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
 from megarl.resume import CHECKPOINTS, RunState, check_earlier_run
-from megarl.reward.functions import reward_function, score_samples
+from megarl.reward.gold import gold_check
+from megarl.reward.grading import Grader
+from megarl.reward.shaping import shape_rewards
 from megarl.rollout.build import build_engine
-from megarl.rollout.collect import Collected, collect_groups
-from megarl.rollout.distribute import generate_everywhere
-from megarl.rollout.engine import GenerationRequest, RolloutEngine
-from megarl.rollout.job import gather
-from megarl.rollout.lagged import BatchesAhead, HandOvers
+from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.mismatch import check_mismatch, mismatch, sampling_logprobs
-from megarl.rollout.tails import HeldOver, is_cut
+from megarl.rollout.rollouts import TRAINING, RolloutPlan, Rollouts
 from megarl.stop import StopRequest
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
@@ -45,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 32  # of the comparison of engine and policy after a resume
 
-TRAINING, EVALUATION, CHECK = 0, 1, 2  # part of every sampling key, so that they never share random numbers
+EVALUATION, CHECK = TRAINING + 1, TRAINING + 2  # first part of their sampling keys: random numbers are never shared
 
 
 def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -116,19 +113,13 @@ class Session:
     tokenizer: Any
     policy: MegatronPolicy
     reference: MegatronPolicy | None
-    engine: RolloutEngine
-    cursor: PromptCursor
-    evaluation_sets: list[tuple[EvaluationSet, list[Prompt]]]
+    rollouts: Rollouts
+    evaluation_tasks: list[EvaluationTask]
+    grader: Grader
     records: RunLogger | None  # on rank 0
     console: Console | None  # on rank 0
     checkpoints: Checkpoints | None  # of a run that trains
     state: RunState  # what the first step starts from
-    rollout_group: dist.ProcessGroup | None = None  # all ranks, for batches ahead beside the policy's own exchanges
-    hand_overs: HandOvers = field(default_factory=HandOvers)
-    batches_ahead: BatchesAhead[Collected] | None = None  # with rollout.lag
-    held_over: HeldOver = field(default_factory=lambda: HeldOver(keeps=True))
-    waiting: list[int] = field(default_factory=list)  # prompts of `held_over` after the batch taken last
-    served_version: int = 0  # of the weights that the engine was handed last
 
     @classmethod
     def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
@@ -136,12 +127,15 @@ class Session:
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
         tokenizer = load_tokenizer(config.model.path)
-        prompts = load_prompts(config.data.files, config.data, tokenizer)
-        evaluation_sets = [
-            (settings, evaluation_prompts(settings, load_prompts(settings.files, config.data, tokenizer).prompts))
-            for settings in config.evaluation.sets
-        ]
-        reward_function(config.reward)
+        prompts = load_prompts(
+            config.data.files,
+            config.data,
+            tokenizer,
+            truth_problem=gold_check(config.reward),
+            drop_bad_truths=config.reward.on_bad_gold == "drop",
+        )
+        evaluation_tasks = _evaluation_tasks(config, tokenizer)
+        grader = Grader(config.reward, [settings.reward for settings in config.evaluation.sets if settings.reward])
         folder = prepare_run_folder("train", config, shape) if trains else None
         layout = initialize(config.parallel, config.run.seed)
         one_rank_warns(layout)
@@ -152,11 +146,24 @@ class Session:
         state = RunState.of(checkpoints.restore() if checkpoints else None)
         if state.cursor is not None:
             cursor.load_state_dict(state.cursor)
-        held_over = HeldOver(keeps=config.rollout.tail == "keep")
-        held_over.begin_anew(
-            cursor.named(state.held_over),
-            samples=config.rollout.samples_per_prompt,
-            temperature=config.rollout.temperature,
+        engine = build_engine(
+            config.rollout,
+            config.model.path,
+            tokenizer,
+            expected=expected_tensors(shape),
+            max_positions=shape.max_positions,
+            folder=folder,
+            seed=config.run.seed,
+        )
+        rollouts = Rollouts(
+            engine,
+            cursor,
+            config.rollout,
+            _rollout_plan(config),
+            weights=policy.hf_tensors,
+            grade=_training_grade(config, grader),
+            group=_rollout_group(config) if config.rollout.lag else None,
+            held_over=state.held_over,
         )
         return cls(
             config=config,
@@ -166,47 +173,22 @@ class Session:
             reference=_policy(config, shape, layout, trains=False)
             if trains and config.objective.reference_kl.coefficient > 0
             else None,
-            rollout_group=_rollout_group(config) if config.rollout.lag else None,
-            engine=build_engine(
-                config.rollout,
-                config.model.path,
-                tokenizer,
-                expected=expected_tensors(shape),
-                max_positions=shape.max_positions,
-                folder=folder,
-                seed=config.run.seed,
-            ),
-            cursor=cursor,
-            held_over=held_over,
-            evaluation_sets=evaluation_sets,
+            rollouts=rollouts,
+            evaluation_tasks=evaluation_tasks,
+            grader=grader,
             records=RunLogger(folder, next_step=state.step) if speaks and folder else None,
             console=Console(total_steps=config.loop.steps) if speaks else None,
             checkpoints=checkpoints,
             state=state,
-            waiting=state.held_over,
         )
-
-    def hand_over_weights(self, version: int) -> None:
-        """Nothing; the rollout engine serves the policy's current weights as `version`."""
-        self.served_version = version
-        self.engine.update_weights(self.policy.hf_tensors(), version)
-        self.hand_overs.gave()
-
-    def engine_metrics(self) -> dict[str, float]:
-        """What the rollout engine counted since the last call, over all ranks; collective."""
-        totals: dict[str, float] = {}
-        for share in gather(self.engine.take_metrics()):
-            for name, value in share.items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
 
     def check_engine_after_resume(self, step: int) -> None:
         """Nothing; a few responses, which nobody trains on, have one log-prob by the engine and by the policy.
 
         Raises RuntimeError when they differ by more than `checkpoint.largest_logprob_difference` on average.
         """
-        prompts = self.cursor.take(CHECKED_PROMPTS)
-        self.cursor.rollback()
+        prompts = self.rollouts.cursor.take(CHECKED_PROMPTS)
+        self.rollouts.cursor.rollback()
         requests = [
             GenerationRequest(
                 prompt=prompt,
@@ -218,7 +200,7 @@ class Session:
             )
             for order, prompt in enumerate(prompts)
         ]
-        samples = generate_everywhere(self.engine, requests, lambda own: None, self._hand_over_again)
+        samples = self.rollouts.generate(requests, lambda own: None)
         self.attach_scores(samples)
         difference = mismatch(samples)["rollout/logprob_diff_mean"]
         limit = self.config.checkpoint.largest_logprob_difference
@@ -234,8 +216,8 @@ class Session:
         """What `step` starts from, to be taken before the step consumes prompts."""
         return RunState(
             step=step,
-            cursor=self.cursor.state_dict(),
-            held_over=self.waiting,
+            cursor=self.rollouts.cursor.state_dict(),
+            held_over=self.rollouts.waiting,
             law_points=list(law_points),
             sampling_key=[self.config.run.seed, step],
             trackers=self.records.trackers() if self.records else {},
@@ -260,68 +242,15 @@ class Session:
             logger.warning("stopped by %s before step %d; the same command goes on from there", signal, step)
         return signal is not None
 
-    def collect(self, step: int) -> Collected:
-        """The graded groups that this step trains on; with `rollout.lag` the next ones are generated meanwhile."""
-        if self.config.rollout.lag == 0:
-            collected = self._generate_batch(step)
-        else:
-            if self.batches_ahead is None:
-                self.batches_ahead = BatchesAhead(
-                    self._generate_batch, first=step, last=self.config.loop.steps, lag=self.config.rollout.lag
-                )
-            collected = self.batches_ahead.take(step, timeout=self._timeout, serve=self._hand_over_if_owed)
-        self.cursor.commit(collected.taken)
-        self.waiting = collected.held
-        return collected
-
-    @property
-    def _timeout(self) -> float:
-        return 60 * self.config.parallel.timeout_minutes
-
-    def _hand_over_if_owed(self) -> None:
-        if self.hand_overs.owed():
-            self.hand_over_weights(self.served_version)
-
-    def _hand_over_again(self) -> None:
-        """Nothing; servers that lost the present weights have them again. Called where samples are generated."""
-        if threading.current_thread() is threading.main_thread():
-            self.hand_over_weights(self.served_version)
-        else:
-            self.hand_overs.ask(lambda given: gather(given, self.rollout_group), timeout=self._timeout)
-
-    def _generate_batch(self, step: int) -> Collected:
-        loop, rollout = self.config.loop, self.config.rollout
-
-        def sample_groups(
-            prompts: list[Prompt], begun: list[list[Sample]], generation_round: int
-        ) -> list[list[Sample]]:
-            key = (self.config.run.seed, TRAINING, step, generation_round)
-            fresh = self._requests(prompts, rollout.samples_per_prompt, rollout.temperature, key, may_be_cut=True)
-            rest = self._requests_for_the_rest(begun, key, first=len(fresh))
-            samples = self._generate([*rest, *fresh], self.rollout_group)
-            ends = iter(samples[: len(rest)])
-            whole = [[next(ends) if is_cut(sample) else sample for sample in group] for group in begun]
-            return whole + _groups_of(samples[len(rest) :], rollout.samples_per_prompt)
-
-        return collect_groups(
-            self.cursor,
-            sample_groups,
-            wanted=loop.prompts_per_step,
-            filter_groups=loop.filter_groups,
-            max_rounds=loop.max_generation_rounds,
-            held=self.held_over,
-        )
-
     def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
         """The metrics of all held-out sets under the weights that the engine serves."""
-        metrics: dict[str, float] = {}
-        for order, (settings, prompts) in enumerate(self.evaluation_sets):
-            count = (settings.final_samples if final else None) or settings.samples
-            key = (self.config.run.seed, EVALUATION, step, order)
-            samples = self._generate(self._requests(prompts, count, settings.temperature, key))
-            self.attach_scores(samples)
-            metrics |= summarise(settings.name, samples)
-        return metrics
+        folder = Path(self.config.run.folder) / "evaluation" / f"step_{step:06d}" if self.records else None
+        return evaluate_sets(self, (self.config.run.seed, EVALUATION, step), folder, final=final)
+
+    def barrier(self) -> None:
+        """Nothing; every rank has come here."""
+        if dist.is_initialized():
+            dist.barrier()
 
     def attach_scores(self, samples: Sequence[Sample]) -> None:
         """Nothing; sets `policy_logprobs` and `entropies` by the policy's current weights, and `old_logprobs`.
@@ -335,23 +264,22 @@ class Session:
         for sample, logprobs, entropies in pieces:
             sample.policy_logprobs, sample.entropies = logprobs, entropies
             corrected = self.config.objective.rollout_correction.active
-            sample.old_logprobs = logprobs if corrected else sampling_logprobs(sample, self.served_version)
+            sample.old_logprobs = logprobs if corrected else sampling_logprobs(sample, self.rollouts.served_version)
 
     def stop_on_mismatch(self, step: int, samples: Sequence[Sample]) -> None:
         """Nothing, or a UserError with the evidence in the run folder: see `rollout.max_logprob_diff`."""
         limit = self.config.rollout.max_logprob_diff
         if limit is not None and samples:
-            evidence = Path(self.config.run.folder) / "mismatch" / f"step_{step:06d}.jsonl"
-            check_mismatch(
-                samples, limit, version=self.served_version, evidence=evidence if self.records is not None else None
-            )
+            file = Path(self.config.run.folder) / "mismatch" / f"step_{step:06d}.jsonl"
+            evidence = file if self.records is not None else None
+            check_mismatch(samples, limit, version=self.rollouts.served_version, evidence=evidence)
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         """Nothing; on rank 0 the step goes to metrics.jsonl, TensorBoard, law.csv, the sample dumps and the console."""
         if self.records is None or self.console is None:
             return
         self.records.log(step, metrics)
-        first_set = next((f"eval/{settings.name}/accuracy" for settings, _ in self.evaluation_sets), None)
+        first_set = next((f"eval/{task.settings.name}/accuracy" for task in self.evaluation_tasks), None)
         if first_set in metrics and "entropy/seq_mean" in metrics:
             self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
             self.records.samples(step, samples)
@@ -364,71 +292,48 @@ class Session:
             self.records.close()
         if self.console is not None:
             self.console.close()
-        if self.batches_ahead is not None:
-            self.batches_ahead.close()
-        self.engine.close()
+        self.rollouts.close()
+        self.grader.close()
         shutdown()
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        temperature: float,
-        key: tuple[int, ...],
-        *,
-        may_be_cut: bool = False,
-    ) -> list[GenerationRequest]:
-        """`count` requests for each prompt, prompt after prompt."""
-        return [
-            GenerationRequest(
-                prompt=prompt,
-                group=group,
-                sample_index=group * count + order,
-                temperature=temperature,
-                max_response_length=self.config.rollout.max_response_length,
-                key=key,
-                may_be_cut=may_be_cut,
-            )
-            for group, prompt in enumerate(prompts)
-            for order in range(count)
-        ]
 
-    def _requests_for_the_rest(
-        self, begun: Sequence[Sequence[Sample]], key: tuple[int, ...], first: int
-    ) -> list[GenerationRequest]:
-        """A request for each cut response in the groups; sample indices count from `first`."""
-        cut = [sample for group in begun for sample in group if is_cut(sample)]
-        return [
-            GenerationRequest(
-                prompt=sample.prompt,
-                group=sample.group,
-                sample_index=first + order,
-                temperature=sample.temperature,
-                max_response_length=self.config.rollout.max_response_length,
-                key=key,
-                may_be_cut=True,
-                begun=sample,
-            )
-            for order, sample in enumerate(cut)
-        ]
-
-    def _generate(
-        self, requests: Sequence[GenerationRequest], process_group: dist.ProcessGroup | None = None
-    ) -> list[Sample]:
-        """The graded samples of the requests, in their order, on every rank."""
-        grade = reward_function(self.config.reward)
-        return generate_everywhere(
-            self.engine,
-            requests,
-            lambda own: score_samples(own, grade),
-            self._hand_over_again,
-            process_group,
-        )
+def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]:
+    """The held-out sets; several may come from one file, which is read once."""
+    loaded: dict[str, list[Prompt]] = {}
+    tasks = []
+    for settings in config.evaluation.sets:
+        key = f"{settings.files} {settings.reward}"
+        if key not in loaded:
+            loaded[key] = load_prompts(
+                settings.files,
+                config.data,
+                tokenizer,
+                truth_problem=gold_check(config.reward, settings.reward),
+                drop_bad_truths=config.reward.on_bad_gold == "drop",
+            ).prompts
+        tasks.append(evaluation_task(settings, loaded[key]))
+    return tasks
 
 
-def _groups_of(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """The samples in groups of `count`, in their order."""
-    return [list(samples[start : start + count]) for start in range(0, len(samples), count)]
+def _rollout_plan(config: RunConfig) -> RolloutPlan:
+    return RolloutPlan(
+        seed=config.run.seed,
+        prompts_per_step=config.loop.prompts_per_step,
+        filter_groups=config.loop.filter_groups,
+        max_generation_rounds=config.loop.max_generation_rounds,
+        last_step=config.loop.steps,
+        timeout=60 * config.parallel.timeout_minutes,
+    )
+
+
+def _training_grade(config: RunConfig, grader: Grader) -> Callable[[Sequence[Sample]], None]:
+    """Grades what is trained on, length and form included."""
+
+    def grade(samples: Sequence[Sample]) -> None:
+        grader.grade(samples)
+        shape_rewards(samples, config.reward.shaping, config.rollout.max_response_length)
+
+    return grade
 
 
 def _rollout_group(config: RunConfig) -> dist.ProcessGroup | None:

@@ -31,7 +31,8 @@ def train(session: Session, stop: StopRequest) -> None:
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
         logger.warning(warning)
     law_points = session.state.law_points
-    session.hand_over_weights(version=session.state.step)
+    rollouts = session.rollouts
+    rollouts.hand_over_weights(version=session.state.step)
     if session.state.step > 0:
         session.check_engine_after_resume(session.state.step)
     for step in range(session.state.step, config.loop.steps + 1):
@@ -42,12 +43,12 @@ def train(session: Session, stop: StopRequest) -> None:
         clock = PhaseClock()
         metrics: dict[str, float] = {}
         with clock("generation"):
-            rollout = session.collect(step)
+            rollout = rollouts.collect(step)
         with clock("score"):
             session.attach_scores(rollout.samples)
         session.stop_on_mismatch(step, rollout.samples)
-        metrics |= rollout.metrics | measure_rollout(rollout, session.served_version)
-        if session.evaluation_sets and (final or step % config.evaluation.every == 0):
+        metrics |= rollout.metrics | measure_rollout(rollout, rollouts.served_version)
+        if session.evaluation_tasks and (final or step % config.evaluation.every == 0):
             with clock("evaluation"):
                 metrics |= session.evaluate(step, final=final)
             if "entropy/seq_mean" in metrics:  # unless the filter left no sample
@@ -60,11 +61,11 @@ def train(session: Session, stop: StopRequest) -> None:
             return  # nothing was trained: the step is done again, from the same random numbers
         if not final and rollout.samples:
             with clock("update"):
-                session.engine.rest()
+                rollouts.engine.rest()
                 metrics |= learn(session, rollout.samples, step)
             with clock("weights"):
-                session.hand_over_weights(version=step + 1)
-        metrics |= session.engine_metrics()
+                rollouts.hand_over_weights(version=step + 1)
+        metrics |= rollouts.metrics()
         metrics |= clock.metrics()
         session.record(step, metrics, rollout.samples)
     assert session.checkpoints is not None

@@ -133,7 +133,7 @@ def time_the_inner_parts(session: Any) -> Stopwatch:
     import torch
 
     watch = Stopwatch()
-    engine, policy = session.engine, session.policy
+    engine, policy = session.rollouts.engine, session.policy
     engine._model.generate = watch.around(engine._model.generate)
     engine._model.model.forward = watch.around(engine._model.model.forward)  # the shared prefill
     for module in policy.modules:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from megarl.errors import UserError
 logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("data_source", "prompt", "reward_model")
+LONGEST_TOKEN = 256  # characters
 DEMONSTRATION_COLUMNS = ("data_source", "prompt", "response")
 
 
@@ -53,13 +54,23 @@ class PromptSet:
     fingerprint: str  # sha256 over token ids, data sources and ground truths, in order
 
 
-def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any) -> PromptSet:
+def load_prompts(
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    truth_problem: Callable[[str, str], str | None] | None = None,
+    drop_bad_truths: bool = False,
+) -> PromptSet:
     """The prompts of all files in order, tokenised by an HF tokenizer, with the counts of cut and dropped ones.
 
-    Raises UserError naming file, row (from 1) and column for whatever cannot be read, an overlong prompt under
-    `overlong: error`, or when no prompt is left.
+    `truth_problem(data source, ground truth)` says what is wrong with a ground truth, if anything. Raises UserError
+    naming file, row (from 1) and column for whatever cannot be read, a ground truth with a problem unless those are
+    dropped, an overlong prompt under `overlong: error`, or when no prompt is left.
     """
     rows = read_rows(files, PROMPT_COLUMNS)
+    if truth_problem is not None:
+        rows = _with_good_truths(rows, truth_problem, drop=drop_bad_truths)
     texts = [_prompt_text(row, config, tokenizer) for row in rows]
     prompts: list[Prompt] = []
     truncated = filtered = 0
@@ -269,8 +280,12 @@ def _message(row: Row, place: int, message: Any) -> dict[str, str]:
 
 
 def _encode_prompts(texts: list[str], config: DataConfig, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the prompts. A template writes its special tokens itself; plain text gets the tokenizer's own."""
-    return tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    """Token ids of the prompts. A template writes its special tokens itself; plain text gets the tokenizer's own.
+
+    Of a text so long that it exceeds the limit whatever its tokens are, only the end is tokenised.
+    """
+    longest = LONGEST_TOKEN * (config.max_prompt_length + 1)
+    return tokenizer([text[-longest:] for text in texts], add_special_tokens=not config.chat_template)["input_ids"]
 
 
 def _within_limit(row: Row, ids: list[int], config: DataConfig) -> tuple[list[int] | None, bool]:
@@ -288,6 +303,26 @@ def _within_limit(row: Row, ids: list[int], config: DataConfig) -> tuple[list[in
         f"has {len(ids)} tokens, data.max_prompt_length = {config.max_prompt_length}; raise it or set data.overlong "
         "to truncate_left or filter",
     )
+
+
+def _with_good_truths(rows: Sequence[Row], truth_problem: Callable[[str, str], str | None], *, drop: bool) -> list[Row]:
+    """The rows whose ground truth has no problem; lists the others. Raises UserError unless those are dropped."""
+    good, bad = [], []
+    for row in rows:
+        truth = _ground_truth(row)
+        problem = truth_problem(row.text("data_source"), truth)
+        if problem is None:
+            good.append(row)
+        else:
+            bad.append(row.error("reward_model.ground_truth", f"{problem}: {truth[:100]!r}"))
+    for error in bad:
+        logger.warning("%s%s", error, "; the row is dropped" if drop else "")
+    if bad and not drop:
+        others = f" (and {len(bad) - 1} more rows, listed above)" if len(bad) > 1 else ""
+        raise UserError(f"{bad[0]}{others}; mend them or set reward.on_bad_gold=drop")
+    if not good:
+        raise UserError(f"no row is left: every ground truth has a problem, such as {bad[0]}")
+    return good
 
 
 def _ground_truth(row: Row) -> str:

@@ -77,13 +77,16 @@ def _read_parquet(file: str, required: Sequence[str]) -> list[Row]:
 
 def _read_jsonl(file: str, required: Sequence[str]) -> list[Row]:
     rows = []
-    with open(file, encoding="utf-8-sig") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_parse_line(file, number, line, required))
-        except UnicodeDecodeError as error:
-            raise UserError(f"data file {file} is not UTF-8 text: {error}") from error
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{file}, row {number}: is not UTF-8 text ({error.reason} at byte {error.start})"
+                ) from error
+            if text.strip():
+                rows.append(_parse_line(file, number, text, required))
     return rows
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from megarl.data.outcome import Outcome
+
 FinishReason = Literal["stop", "length", "abort"]  # abort: cut before its end, to be continued or dropped
 
 
@@ -44,7 +46,11 @@ class Sample:
     weight_version: int  # of the first token
     version_segments: list[VersionSegment] = field(default_factory=list)  # empty: all tokens are of weight_version
     response_text: str = ""  # decoded without special tokens; only graders and dumps read it
-    reward: float = 0.0
+    reward: float = 0.0  # as training uses it
+    outcome: Outcome | None = None  # what the grader said, before any shaping
+    dropped: bool = False  # grading failed, and the config drops such samples
+    masked: bool = False  # takes no part in updates, but its reward counts in its group
+    repetitive: bool = False
     advantages: torch.Tensor | None = None  # [response] fp32
     policy_logprobs: torch.Tensor | None = None  # [response] fp32, by the policy before the update, at `temperature`
     old_logprobs: torch.Tensor | None = None  # [response] fp32: what an update's ratio is taken to
@@ -52,6 +58,11 @@ class Sample:
     entropies: torch.Tensor | None = None  # [response] fp32 nats, full vocabulary at temperature 1, before the update
     covariances: torch.Tensor | None = None  # [response] fp32, Eq. 10 over the mini-batch, at its update
     selected: torch.Tensor | None = None  # [response] bool, by Clip-Cov or KL-Cov at that update
+
+    @property
+    def score(self) -> float:
+        """The grader's reward, without what length and form did to it."""
+        return self.reward if self.outcome is None else self.outcome.reward
 
     @property
     def response_length(self) -> int:

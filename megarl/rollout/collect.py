@@ -58,7 +58,8 @@ def collect_groups(
         tried += len(groups)
         rounds += 1
         generated += [sample for group in groups for sample in group]
-        useful = [group for group in groups if not filter_groups or len({sample.reward for sample in group}) > 1]
+        groups = [[sample for sample in group if not sample.dropped] for group in groups]
+        useful = [group for group in groups if group and (not filter_groups or len({s.score for s in group}) > 1)]
         surplus += max(0, len(useful) - missing)
         kept += useful[:missing]
     if len(kept) < wanted:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.data.outcome import Outcome
 from megarl.data.prompts import PromptCursor, PromptSet
 from megarl.data.samples import Prompt, Sample
 from megarl.rollout.collect import collect_groups
@@ -127,3 +128,19 @@ def test_a_resumed_run_generates_again_what_waited_for_its_rest() -> None:
     assert found == [[(index, [], "abort", 0.7)] * 2 for index in (1, 2)]
     collect_groups(resumed, rollout, wanted=4, filter_groups=False, max_rounds=1, held=waiting)
     assert begun[-1] == [1, 2] and asked[-1] == [6, 7], "no prompt is lost, none is taken twice"
+
+
+def test_dropped_samples_leave_their_group_and_shaping_does_not_make_a_group_useful() -> None:
+    def sample_groups(prompts: list[Prompt], begun: list[list[Sample]], generation_round: int) -> list[list[Sample]]:
+        groups = []
+        for order, prompt in enumerate(prompts):
+            group = [Sample(prompt, order, [1], [0.0], 1.0, "stop", 0, reward=reward) for reward in (1.0, 0.0, 0.5)]
+            for sample in group:
+                sample.outcome = Outcome(1.0 if prompt.index == 1 else sample.reward, "scored")
+            group[2].dropped = True
+            groups.append(group)
+        return groups
+
+    collected = collect_groups(cursor_over(9), sample_groups, wanted=2, filter_groups=True, max_rounds=1)
+    assert [sample.reward for sample in collected.samples] == [1.0, 0.0]
+    assert len(collected.generated) == 6, "what was dropped is still reported"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.data.samples import Sample
-from megarl.evaluate import average_at_k, pass_at_k, summarise
+from megarl.estimators import average_at_k, pass_at_k
 from megarl.learn import attach_selection, average, covariance_of, split_groups, token_table
 from megarl.measure import measure_group_covariance, measure_rollout
 from megarl.objective.objective import ObjectiveConfig
@@ -57,7 +57,6 @@ def test_a_response_without_tokens_has_no_entropy_and_does_not_count() -> None:
     assert metrics["entropy/seq_mean"] == metrics["entropy/tiny"] == 3.0
     assert metrics["entropy/token_mean"] == pytest.approx(8 / 3)
     assert metrics["rollout/logprob_diff_max"] == 0.0 and metrics["rollout/response_length"] == 1.0
-    assert summarise("set", samples)["eval/set/entropy"] == 3.0
 
 
 def test_a_rollout_without_any_token_reports_no_entropy() -> None:
@@ -65,7 +64,6 @@ def test_a_rollout_without_any_token_reports_no_entropy() -> None:
     assert not [
         name for name in measure_rollout(Collected(samples, 1, samples, 1, 0, [], {}), version=0) if "entropy" in name
     ]
-    assert "eval/set/entropy" not in summarise("set", samples)
 
 
 def test_group_covariance_is_averaged_and_told_by_accuracy() -> None:
@@ -108,3 +106,7 @@ def test_samples_keep_the_covariance_and_selection_of_their_update() -> None:
     plain = ObjectiveConfig(loss="ppo")
     attach_selection(samples, covariance_of(plain, table, table.old_logprobs, (1, 0, 0)))
     assert samples[0].selected is None and samples[0].covariances is not None
+
+
+def test_no_samples_make_no_mini_batches() -> None:
+    assert split_groups([], 4) == [] and average([]) == {}

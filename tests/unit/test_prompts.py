@@ -283,3 +283,35 @@ def test_dapo_loads_whole(tokenizer: Any) -> None:
     first = prompts.prompts[0]
     assert first.data_source == "math_dapo" and first.text.startswith("In triangle") and first.ground_truth == "34"
     assert max(len(prompt.token_ids) for prompt in prompts.prompts) <= 500
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(json.dumps(row()).encode() + b"\n" + '{"prompt": "é"}'.encode("latin-1") + b"\n")
+    with pytest.raises(UserError, match=r"latin.jsonl, row 2: is not UTF-8 text"):
+        load(tokenizer, str(path))
+
+
+@pytest.mark.timeout(20)
+def test_a_prompt_of_ten_megabytes_is_named_or_cut_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    file = jsonl(tmp_path, row(), row("1+" * 5_000_000))
+    with pytest.raises(UserError, match=r"row 2: column prompt has \d+ tokens, data.max_prompt_length = 8"):
+        load(tokenizer, file, max_prompt_length=8)
+    cut = load(tokenizer, file, max_prompt_length=8, overlong="truncate_left")
+    assert tokenizer.decode(cut.prompts[1].token_ids) == "1+1+1+1+"
+
+
+def test_ground_truths_with_a_problem_are_listed_then_refused_or_dropped(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = jsonl(tmp_path, row(), row(truth="}{"), row(truth="bad"))
+
+    def problem(source: str, truth: str) -> str | None:
+        return None if truth == "3" else "does not pass"
+
+    config = DataConfig(files=[file], chat_template=False)
+    with pytest.raises(UserError, match=r"row 2: .*ground_truth does not pass: '}{' \(and 1 more.*on_bad_gold=drop"):
+        load_prompts([file], config, tokenizer, truth_problem=problem)
+    assert "row 3" in caplog.text
+    kept = load_prompts([file], config, tokenizer, truth_problem=problem, drop_bad_truths=True)
+    assert [prompt.ground_truth for prompt in kept.prompts] == ["3"]

@@ -1,22 +1,66 @@
-"""Grading on hand cases, and rewards that are no finite numbers."""
+"""Answers found and compared: hand-written tables, public reports, the golds of public sets, texts made to hang."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from megarl.data.samples import Prompt, Sample
-from megarl.errors import UserError
-from megarl.reward.functions import RewardConfig, reward_function, score_samples
-from megarl.reward.math import extract_boxed, grade, last_number, parse_number
+from megarl.reward.answer import extract_boxed, final_answer, last_number
+from megarl.reward.config import RewardRule
+from megarl.reward.exact_numbers import parse_number
+from megarl.reward.gold import gold_problem
+from megarl.reward.math import MathRule, NeedsLibrary, answer_key, grade, grade_exactly, grade_math
+from tests.unit.hostile_answers import HOSTILE_ANSWERS
 
-GRADING_ROWS = Path(__file__).parents[3] / "shared" / "data" / "grading_rows.jsonl"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not on this machine")
+
+
+def answer_pairs() -> Iterator[tuple[str, str, bool]]:
+    """(answer, ground truth, whether they are the same) of the hand-written table."""
+    table = Path(__file__).parent / "data" / "answer_pairs.tsv"
+    for line in table.read_text().splitlines():
+        if line and not line.startswith("#"):
+            answer, truth, same = line.split("\t")
+            yield answer, truth, same == "1"
+
+
+@pytest.mark.parametrize(("answer", "truth", "same"), list(answer_pairs()))
+def test_a_hand_written_pair_gets_its_verdict(answer: str, truth: str, same: bool) -> None:
+    assert grade(rf"So the answer is $\boxed{{{answer}}}$.", truth) == float(same)
+
+
+def test_the_hand_written_table_has_enough_rows_of_both_kinds() -> None:
+    verdicts = [same for _, _, same in answer_pairs()]
+    assert len(verdicts) >= 150 and 60 <= sum(verdicts) <= len(verdicts) - 60
+
+
+@needs_shared
+def test_every_row_of_the_public_reports_gets_its_verdict() -> None:
+    rows = [json.loads(line) for line in (SHARED / "grading_rows.jsonl").read_text().splitlines()]
+    assert not [row["id"] for row in rows if bool(grade(row["response"], row["gold"])) != row["verdict"]]
+
+
+@needs_shared
+@pytest.mark.parametrize("file", ["dapo-math-modified.parquet", "others.parquet", "omni-math.parquet"])
+def test_every_gold_answer_is_right_against_itself(file: str) -> None:
+    models = pq.read_table(SHARED / file, columns=["reward_model"]).column(0).to_pylist()
+    truths = {model["ground_truth"] for model in models}
+    assert not {truth for truth in truths if gold_problem(truth, RewardRule()) is not None}
+
+
+@needs_shared
+@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "gsm8k_test.jsonl"])
+def test_every_gold_solution_of_gsm8k_is_right(file: str) -> None:
+    solutions = [json.loads(line)["answer"] for line in (SHARED / file).read_text().splitlines()]
+    for solution in solutions:
+        assert grade(solution, solution.rpartition("####")[2].strip()) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -29,7 +73,11 @@ GRADING_ROWS = Path(__file__).parents[3] / "shared" / "data" / "grading_rows.jso
         (r"\fbox{7}", "7"),
         (r"\boxed{12", None),
         (r"\boxed{1} and then \boxed{2", None),
-        (r"\boxed 5", None),
+        (r"\boxed{12}, which I put into \boxed{}", "12"),
+        (r"\boxed{12}; remember that \boxed means frame it", "12"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{\boxed{}}", None),
+        (r"\boxed 5", "5"),
         ("no box", None),
     ],
 )
@@ -40,46 +88,52 @@ def test_last_box(text: str, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("response", "truth", "reward"),
     [
-        (r"\boxed{34}", "34", 1.0),
-        (r"\boxed{35} but 34", "34", 0.0),
-        (r"\boxed{1,234}", "1234", 1.0),
-        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{\dfrac12}", "0.50", 1.0),
-        (r"\boxed{-\frac{3}{4}}", "-3/4", 1.0),
-        (r"\boxed{$12\%$}", "12", 1.0),
-        (r"\boxed{x + 1}", "x+1", 1.0),
-        (r"\boxed{x + 1}", "1", 0.0),
-        (r"\boxed{\text{B}}", "B", 1.0),
-        (r"\boxed{1/0}", "1/0", 1.0),
-        (r"\boxed{}", "0", 0.0),
-        (r"\boxed{7", "7", 0.0),
         ("work\n#### 72", "72", 1.0),
         ("work\n#### 1,072", "1072", 1.0),
         ("#### 71\nas 72", "72", 0.0),
         ("The answer is 8.", "8", 1.0),
         ("The answer is: 8", "9", 0.0),
+        ("**Answer:** 8", "8", 1.0),
+        ("Final Answer: **58**", "58", 1.0),
+        ("The answer is 8. It was easy.", "8", 1.0),
         ("I thought the answer is 3.\nThe answer is $4$.", "4", 1.0),
         ("12+7=19;19+30=49;", "49", 1.0),
-        ("012+07=019;019+30=049;", "49", 1.0),
         ("012+07=019;019+30=049;", "19", 0.0),
         ("x = $4.5$.", "9/2", 1.0),
-        ("x = .5", "0.5", 1.0),
         ("it must be 17 then", "17", 1.0),
         ("Paris", "Paris", 1.0),
         ("", "0", 0.0),
         ("no number at all", "3", 0.0),
+        (r"<think>\boxed{7}</think> so \boxed{9}", "9", 1.0),
+        (r"<think>\boxed{7}</think> I do not know", "7", 0.0),
+        (r"\boxed{35} but 34", "34", 0.0),
     ],
 )
-def test_grade(response: str, truth: str, reward: float) -> None:
+def test_where_the_final_answer_stands(response: str, truth: str, reward: float) -> None:
     assert grade(response, truth) == reward
 
 
-@pytest.mark.skipif(not GRADING_ROWS.is_file(), reason=f"{GRADING_ROWS} is not on this machine")
-def test_no_wrong_answer_of_the_public_reports_is_called_right() -> None:
-    rows = [json.loads(line) for line in GRADING_ROWS.read_text().splitlines()]
-    verdicts = [(grade(row["response"], row["gold"]), row["verdict"]) for row in rows]
-    assert not [row for row, (reward, verdict) in zip(rows, verdicts, strict=True) if reward and not verdict]
-    assert sum(bool(reward) == verdict for reward, verdict in verdicts) >= 41
+def test_a_data_set_can_say_where_the_answer_stands() -> None:
+    text = "first \\boxed{1}\n#### 2\nThe answer is 3.\nthere were 4"
+    patterns = {"boxed": "1", "hash": "2", "phrase": "3.", "last_number": "4", "auto": "1"}
+    assert {name: final_answer(text, pattern=name) for name in patterns} == patterns  # type: ignore[arg-type]
+
+
+def test_percent_and_tolerance_follow_the_data_set() -> None:
+    def reward(answer: str, truth: str, rule: MathRule) -> float:
+        return grade_math(rf"\boxed{{{answer}}}", truth, rule).reward
+
+    unit, value = MathRule(percent="unit"), MathRule(percent="value")
+    assert (reward(r"50\%", "50", unit), reward(r"50\%", "0.5", unit)) == (1.0, 0.0)
+    assert (reward(r"50\%", "50", value), reward(r"50\%", "0.5", value)) == (0.0, 1.0)
+    close = MathRule(relative_tolerance=0.01)
+    assert (reward("2.2e6", "2.19e6", close), reward("2.3e6", "2.19e6", close)) == (1.0, 0.0)
+    assert reward("220", "219", close) == 0.0, "a whole number is exact"
+
+
+def test_a_missing_answer_is_told_from_a_wrong_one() -> None:
+    assert grade_math(r"I ran out of \boxed{", "5", MathRule()).status == "no_answer"
+    assert grade_math(r"\boxed{6}", "5", MathRule()).status == "wrong"
 
 
 @given(st.integers(-(10**9), 10**9))
@@ -92,28 +146,40 @@ def test_an_integer_is_itself_in_every_way_of_writing_it(number: int) -> None:
         f"{2 * number}/2",
         rf"\frac{{{number}}}{{1}}",
     ):
-        assert parse_number(text) == number
+        assert parse_number(text.rstrip(".")) == number
         assert grade(rf"\boxed{{{text}}}", str(number)) == 1.0
         assert grade(rf"\boxed{{{text}}}", str(number + 1)) == 0.0
 
 
-@given(st.text(alphabet="0123456789.,/-+=$\\{}boxedfracanswer# ", max_size=60), st.text(min_size=1, max_size=10))
-def test_any_text_gets_a_verdict(response: str, truth: str) -> None:
-    assert grade(response, truth) in (0.0, 1.0)
+@given(st.text(alphabet="0123456789.,/-+=$\\{}()[]<>^_%|boxedfracanswer# ", max_size=60), st.text(max_size=20))
+def test_any_text_gets_a_verdict_or_needs_the_library(response: str, truth: str) -> None:
+    try:
+        assert grade_exactly(response, truth, MathRule()).reward in (0.0, 1.0)
+    except NeedsLibrary:
+        return
 
 
-def test_a_huge_number_is_compared_as_text_and_at_once() -> None:
-    assert parse_number("9" * 10_000) is None
-    assert grade(r"\boxed{" + "9" * 10_000 + "}", "9" * 10_000) == 1.0
-
-
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    "piece", ["= ", "=", " ", "answer is ", "answer ", "1,", "\\boxed{", "\\text{", "9", ";", "\n"]
+    "piece", ["= ", "=", " ", "answer is ", "1,", "\\boxed{", "\\text{", "9", ";", "\\frac", "(", "{"]
 )
 def test_grading_time_does_not_run_away_with_the_length(piece: str) -> None:
-    for response in ("=" + piece * 50_000, piece * 50_000 + "x"):
+    for response in ("=" + piece * 50_000, piece * 50_000 + "x", "\\boxed{" + piece * 50_000 + "}"):
         assert grade(response, "71") == 0.0
+
+
+@pytest.mark.timeout(20)
+def test_the_exact_path_is_quick_on_every_hostile_answer() -> None:
+    for answer, truth in HOSTILE_ANSWERS:
+        try:
+            assert grade_exactly(rf"\boxed{{{answer}}}", truth, MathRule()).reward == 0.0
+        except NeedsLibrary:
+            continue
+
+
+def test_a_long_number_is_compared_as_text() -> None:
+    assert parse_number("9" * 10_000) is None
+    assert grade(r"\boxed{" + "9" * 10_000 + "}", "9" * 10_000) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -123,50 +189,13 @@ def test_last_number(text: str, number: str | None) -> None:
     assert last_number(text) == number
 
 
-def sample_with(response: str, truth: str = "5", extra_info: dict[str, Any] | None = None) -> Sample:
-    prompt = Prompt(17, "gsm8k", [1], truth, extra_info=extra_info or {})
-    return Sample(prompt, 0, [1], [0.0], 1.0, "stop", 0, response_text=response)
+def test_equal_answers_are_one_vote() -> None:
+    keys = {answer_key(rf"\boxed{{{text}}}", "1", "auto") for text in ("0.5", r"\frac12", "1/2", r"\dfrac{2}{4}")}
+    assert len(keys) == 1
+    assert answer_key("nothing", "1", "boxed") is None
 
 
-def test_score_sets_the_rewards() -> None:
-    samples = [sample_with(r"\boxed{5}"), sample_with(r"\boxed{6}")]
-    score_samples(samples, reward_function(RewardConfig()))
-    assert [sample.reward for sample in samples] == [1.0, 0.0]
-
-
-def test_named_functions_differ_as_documented() -> None:
-    text = r"\boxed{5} checked in 2 ways"
-    rewards = {
-        name: reward_function(RewardConfig(function=name))(text, "5", {}) for name in ("math", "exact", "numeric_last")
-    }
-    assert rewards == {"math": 1.0, "exact": 0.0, "numeric_last": 0.0}
-    assert reward_function(RewardConfig(function="exact"))(" 5\n", "5", {}) == 1.0
-    assert reward_function(RewardConfig(function="numeric_last"))("x=4, so 5.0 kg", "5", {}) == 1.0
-
-
-def length_reward(response: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    return len(response) * extra_info["scale"]
-
-
-def test_a_function_by_import_path_gets_the_extra_information() -> None:
-    samples = [sample_with("abcd", extra_info={"scale": 0.5})]
-    score_samples(samples, reward_function(RewardConfig(function=f"{__name__}:length_reward")))
-    assert samples[0].reward == 2.0
-
-
-@pytest.mark.parametrize("path", ["no_such_module_here:f", "megarl.reward.math:no_such_function"])
-def test_an_import_path_that_leads_nowhere_is_named(path: str) -> None:
-    with pytest.raises(UserError, match=path.split(":")[0]):
-        reward_function(RewardConfig(function=path))
-
-
-def test_an_unknown_name_is_refused_with_what_is_allowed() -> None:
-    with pytest.raises(ValidationError, match="allowed: math, exact, numeric_last"):
-        RewardConfig(function="maths")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1.0]])
-def test_a_reward_that_is_no_finite_number_names_the_sample(value: Any) -> None:
-    samples = [sample_with("fine"), sample_with("the response in question")]
-    with pytest.raises(UserError, match=r"prompt 17 \(gsm8k\).*finite number.*the response in question"):
-        score_samples(samples, lambda response, truth, extra: value if "question" in response else 1.0)
+def test_a_gold_answer_cut_in_its_braces_is_closed() -> None:
+    assert gold_problem(r"\frac{5055}{2^{15}", RewardRule()) is None
+    assert grade(r"\boxed{\frac{5055}{2^{15}}}", r"\frac{5055}{2^{15}") == 1.0
+    assert gold_problem("}{", RewardRule()) is not None
