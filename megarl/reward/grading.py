@@ -50,6 +50,8 @@ class Grader:
             queue_size=config.queue_size,
             warm_up=warm_up,
         )
+        if "remote" in functions and not config.remote.url:
+            raise UserError("an evaluation set's reward.function = remote needs reward.remote.url")
         self._remote = RemoteReward(config.remote) if "remote" in functions else None
         self._sandbox: Sandbox | None = None
         self._programs: ThreadPoolExecutor | None = None

@@ -203,6 +203,8 @@ class LocalSandbox:
         options = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         options += ["--die-with-parent", "--new-session", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin"]
         options += ["--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp"]
+        # Numerical libraries would start a thread a core, and threads count as processes.
+        options += ["--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
         if slot.program_user is None:
             options += ["--unshare-user"]
         else:
@@ -252,7 +254,6 @@ def _communicate(command: Sequence[str], body: bytes, files: Sequence[int], seco
     reading = {process.stdout.fileno(): output, process.stderr.fileno(): errors}
     os.set_blocking(process.stdin.fileno(), False)
     writing, offset = {process.stdin.fileno()}, 0
-    started = False
     try:
         while process.stdout.fileno() in reading and not problem:
             left = until - time.monotonic()
@@ -263,8 +264,6 @@ def _communicate(command: Sequence[str], body: bytes, files: Sequence[int], seco
             for number in writable:
                 with contextlib.suppress(BrokenPipeError):
                     offset += os.write(number, body[offset : offset + (1 << 20)])
-                if not started:
-                    started, until = True, time.monotonic() + seconds + 1.0 + min(START_SECONDS, seconds)
                 if offset >= len(body) or process.poll() is not None:
                     process.stdin.close()
                     writing.clear()

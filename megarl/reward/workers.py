@@ -251,7 +251,8 @@ class WorkerPool:
                 job.future.set_result(self._result(place, job))
             except BaseException as error:  # whoever waits for the future has to hear of it
                 job.future.set_exception(error)
-        worker = self._workers.pop(place, None)
+        with self._lock:
+            worker = self._workers.pop(place, None)
         if worker is not None:
             worker.kill()
 

@@ -111,6 +111,14 @@ def test_tests_see_objects_changes_exceptions_and_callbacks(sandbox: LocalSandbo
 
 
 @needs_bubblewrap
+def test_large_input_and_output_go_through_whole(sandbox: LocalSandbox) -> None:
+    numbers = " ".join(map(str, range(200_000)))
+    program = "xs = input().split()\nprint(len(xs), sum(map(int, xs)))\nprint(*xs)"
+    tests = {"inputs": [numbers + "\n"], "outputs": [f"200000 {sum(range(200_000))}\n{numbers}\n"]}
+    assert reward(program, tests, sandbox) == 1.0
+
+
+@needs_bubblewrap
 def test_a_fraction_of_the_tests_can_be_the_reward(sandbox: LocalSandbox) -> None:
     program = "def add(a, b):\n    return a + b if a != 3 else 0"
     for shape in ("calls", "assertions"):
@@ -174,6 +182,18 @@ def left_over(before: set[int]) -> list[str]:
         if new and (process.info["name"] == "bwrap" or 61_000 <= process.info["uids"].real < 62_000):
             found.append(str(process.info))
     return found
+
+
+@needs_bubblewrap
+def test_a_judge_of_the_same_user_hides_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)  # as when an ordinary user starts it: one user inside
+    sandbox = LocalSandbox(SandboxConfig(test_seconds=TEST_SECONDS, total_seconds=TOTAL_SECONDS), 1)
+    assert reward("print(sum(map(int, input().split())))", SUM_TESTS, sandbox) == 1.0
+    assert reward(ADD, SHAPES["calls"], sandbox) == 1.0
+    for name in ("expected output in memory", "expected output in descriptors", "ptrace", "user namespace"):
+        assert reward(HOSTILE_PROGRAMS[name], SUM_TESTS, sandbox) == 0.0, name
+    assert reward(HOSTILE_MODULES["kills its judge"], SHAPES["calls"], sandbox) == 0.0
+    sandbox.close()
 
 
 def test_a_bare_process_needs_to_be_asked_for() -> None:

@@ -54,8 +54,10 @@ class Forks:
 def run_scripts(forks, job):
     """[[passed, detail], ...] of stdin/stdout tests."""
     results = []
+    until = time.monotonic() + job["total_seconds"]
     for given, expected in zip(job["inputs"], job["outputs"]):
-        output, problem = _run_script(forks, job, given.encode())
+        seconds = min(job["test_seconds"], until - time.monotonic())
+        output, problem = _run_script(forks, job, given.encode(), max(0.0, seconds))
         if problem is None and not compare.same_output(expected, output.decode(errors="replace")):
             problem = "wrong output"
         results.append([problem is None, problem or ""])
@@ -64,7 +66,7 @@ def run_scripts(forks, job):
     return results
 
 
-def _run_script(forks, job, given):
+def _run_script(forks, job, given, seconds):
     """(output, None or what went wrong) of one run."""
     in_read, in_write = os.pipe()
     out_read, out_write = os.pipe()
@@ -73,7 +75,7 @@ def _run_script(forks, job, given):
     process = forks.start(order, [in_read, out_write, err_write])
     for number in (in_write, out_read, err_read):
         os.set_blocking(number, False)
-    output, errors, problem = _exchange(job, given, in_write, out_read, err_read)
+    output, errors, problem = _exchange(job, given, seconds, in_write, out_read, err_read)
     if problem is not None:
         _kill(process)
     status = forks.status()
@@ -85,19 +87,21 @@ def _run_script(forks, job, given):
     return output, problem
 
 
-def _exchange(job, given, in_write, out_read, err_read):
+def _exchange(job, given, seconds, in_write, out_read, err_read):
     """(output, errors, problem): feeds the input and gathers what comes, until both outputs are closed."""
     output, errors, offset = bytearray(), bytearray(), 0
-    until = time.monotonic() + job["test_seconds"]
+    until = time.monotonic() + seconds
     reading, writing, problem = {out_read, err_read}, {in_write}, None
     while reading and problem is None:
         left = until - time.monotonic()
         ready = select.select(list(reading), list(writing), [], max(0, left))
         if left <= 0:
-            problem = f"took more than {job['test_seconds']:g} s"
+            problem = f"took more than {seconds:.3g} s"
         for number in ready[1]:
             try:
                 offset += os.write(number, given[offset : offset + 65536])
+            except BlockingIOError:
+                continue
             except OSError:
                 offset = len(given)  # the program does not read on
             if offset >= len(given):
