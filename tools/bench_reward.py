@@ -8,7 +8,7 @@ of the responses right, half of the right ones written differently. Every ground
 training. megarl's side is the whole grader (exact path, then the library in this process), the other is
 `verify(parse(gold), parse(response))`. Programs: HumanEval's canonical solutions with their tests, one at a time; the
 other side is `python -c` with program and tests, without any isolation. Sides alternate round by round; figures are
-medians, and ratios are the medians of the rounds' own. """
+medians, and ratios are the medians of the rounds' own."""
 
 from __future__ import annotations
 
