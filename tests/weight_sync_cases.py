@@ -20,7 +20,6 @@ import transformers
 from megarl.data.generated import write_tokenizer
 from megarl.data.weights import NamedTensors
 from megarl.errors import UserError
-from megarl.rollout.sglang.buckets import Bucket
 from megarl.rollout.sglang.control import Fleet, ServerControl
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.weights import SyncSettings, WeightSync
@@ -236,11 +235,11 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_leaves_the_other_with_all_
     sent: list[int] = []
     with running_process(served.model, tmp_path / "second.log", python=served.python) as (second, process):
 
-        def broadcast_and_kill(self: GroupSender, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        def broadcast_and_kill(self: GroupSender, pool: Any, fleet: Fleet, *bucket: Any) -> Any:
             sent.append(len(fleet.servers))
             if len(sent) == 3:
                 process.kill()
-            broadcast(self, fleet, bucket, version)
+            return broadcast(self, pool, fleet, *bucket)
 
         monkeypatch.setattr(GroupSender, "_broadcast", broadcast_and_kill)
         sync = WeightSync(settings("group", served, deadline=30.0), named(other).shapes)

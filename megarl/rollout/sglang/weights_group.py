@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +20,27 @@ from megarl.rollout.sglang.buckets import Bucket
 from megarl.rollout.sglang.control import Fleet, GroupMembership, ServerControl, weight_update
 from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.places import ServerPlace
+
+
+@dataclass
+class _Answers:
+    """Servers' answers to one bucket, and why its broadcast failed (empty: it did not)."""
+
+    calls: dict[ServerControl, Future[None]] = field(default_factory=dict)
+    reason: str = ""
+
+    def settle(self, fleet: Fleet) -> None:
+        """Nothing; the answers are there, and servers at fault are dropped: those without an answer, else refusers."""
+        refused: dict[ServerControl, str] = {}
+        for server, call in self.calls.items():
+            error = call.exception()
+            if isinstance(error, ServerError) and (error.status is None or not self.reason):
+                fleet.drop(server, str(error))
+            elif error is not None:
+                refused[server] = f"{error} ({self.reason})"
+        if self.reason and len(fleet.servers) == len(self.calls):  # none is dead
+            for server in list(fleet.servers) if not refused else list(refused):
+                fleet.drop(server, refused.get(server, self.reason))
 
 
 class GroupSender:
@@ -72,37 +94,40 @@ class GroupSender:
         if self._group is None or not fleet.servers:
             return [server.url for server in fleet.servers]
         members = len(self._controls)
-        with weight_update(fleet):
+        with weight_update(fleet), ThreadPoolExecutor(max_workers=members) as pool:
+            answers = _Answers()
             for bucket in buckets:
+                # Servers load a bucket while the next one is filled.
+                answers.settle(fleet)
                 if len(fleet.servers) < members:
                     break
-                self._broadcast(fleet, bucket, version if bucket.is_last else None)
+                answers = self._broadcast(pool, fleet, bucket, version if bucket.is_last else None)
+            answers.settle(fleet)
             broken = len(fleet.servers) < members
             if broken:
                 self._controls = list(fleet.servers)
                 self.close()
         return [server.url for server in fleet.servers] if broken else []
 
-    def _broadcast(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
-        """Nothing; every server of the fleet has loaded the bucket. After a failure the group is gone."""
+    def _broadcast(self, pool: ThreadPoolExecutor, fleet: Fleet, bucket: Bucket, version: str | None) -> _Answers:
+        """The servers' answers to come; the bucket's bytes are sent. After a failure the group is gone."""
         dtype = str(bucket.dtype).removeprefix("torch.")
-        with ThreadPoolExecutor(max_workers=len(fleet.servers)) as pool:
-            calls = {
-                server: pool.submit(
-                    server.update_weights_from_distributed,
-                    bucket.names,
-                    [dtype] * len(bucket.names),
-                    bucket.shapes,
-                    group=self._name,
-                    version=version,
-                    flush_cache=version is not None,
-                )
-                for server in fleet.servers
-            }
-            reason = self._wait_for_broadcast(bucket.flat, calls)
-            if reason:
-                self._leave()  # closes the connections, so that servers still receiving give up
-            self._gather(fleet, calls, reason)
+        calls = {
+            server: pool.submit(
+                server.update_weights_from_distributed,
+                bucket.names,
+                [dtype] * len(bucket.names),
+                bucket.shapes,
+                group=self._name,
+                version=version,
+                flush_cache=version is not None,
+            )
+            for server in fleet.servers
+        }
+        reason = self._wait_for_broadcast(bucket.flat, calls)
+        if reason:
+            self._leave()  # closes the connections, so that servers still receiving give up
+        return _Answers(calls, reason)
 
     def _wait_for_broadcast(self, flat: torch.Tensor, calls: dict[ServerControl, Future[None]]) -> str:
         """Empty when the bytes are sent, else why they are not."""
@@ -119,22 +144,6 @@ class GroupSender:
         except RuntimeError as error:
             return f"the broadcast failed: {error}"
         return ""
-
-    def _gather(self, fleet: Fleet, calls: dict[ServerControl, Future[None]], reason: str) -> None:
-        """Nothing; drops the servers at fault: those that gave no answer, or the one that refused."""
-        refused: dict[ServerControl, str] = {}
-        for server, call in calls.items():
-            error = call.exception()
-            if isinstance(error, ServerError) and (error.status is None or not reason):
-                fleet.drop(server, str(error))
-            elif error is not None:
-                refused[server] = str(error)
-        if refused and len(fleet.servers) == len(calls):  # none died: whoever refused is at fault
-            for server, text in refused.items():
-                fleet.drop(server, f"{text} ({reason})")
-        elif reason and len(fleet.servers) == len(calls):
-            for server in list(fleet.servers):
-                fleet.drop(server, reason)
 
     def _leave(self) -> None:
         if self._group is not None:
