@@ -104,6 +104,19 @@ def processes_naming(text: str) -> list[int]:
     return sorted(found)
 
 
+def processes_logging_to(folder: Path) -> list[int]:
+    """Ids of the processes whose standard error is a file in the folder: guards, servers, routers, their children."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            log = os.readlink(f"/proc/{process.pid}/fd/2")
+        except OSError:  # it ended, or is another user's
+            continue
+        if Path(log).is_relative_to(folder.resolve()):
+            found.append(process.pid)
+    return sorted(found)
+
+
 def wait_until_gone(process_ids: list[int], seconds: float = 15.0) -> list[int]:
     """Those of the processes that are still there after `seconds`; empty as soon as none is."""
     deadline = time.monotonic() + seconds

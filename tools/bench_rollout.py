@@ -4,9 +4,9 @@
 
 One real SGLang server of a generated model on this machine's CPU. The bare loop posts the same JSON bodies with the
 same number of open requests and keeps the parsed answers: no checks, no retries, no samples. Both sides take turns in
-one run; figures are medians. Every response has exactly `--tokens` tokens.
+one run; figures are medians. A few responses end before `--tokens` tokens, by chance: both sides count what they got.
 
-JSON: ours_tokens_per_s, bare_tokens_per_s, throughput_ratio (aim: at least 0.95), ours_s, bare_s.
+JSON: ours_tokens_per_s, bare_tokens_per_s, throughput_ratio (aim: at least 0.95).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megarl.policy.model import read_model_shape
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.sglang.engine import SglangEngine
-from megarl.rollout.sglang.wire import Model, generate_body
+from megarl.rollout.sglang.wire import generate_body
 from megarl.session import load_tokenizer
 
 
@@ -82,14 +82,10 @@ def measure(options: argparse.Namespace, url: str, model: Path, folder: Path) ->
     """The medians of both sides."""
     engine = build_engine(url, model, folder, options.concurrency)
     requests = requests_of(options.requests, options.tokens)
-    # No token ends a response, so that both sides generate the same number of tokens.
-    vocabulary = read_model_shape(model).vocabulary
-    engine._client.model = Model(vocabulary=vocabulary, max_positions=2048, end_ids=frozenset())
-    bodies = [generate_body(request, engine._client.model, f"bare-{k}") for k, request in enumerate(requests)]
+    bodies = [generate_body(request, engine._model, "") for request in requests]
     for body in bodies:
         del body["rid"]
-    seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    tokens = options.requests * options.tokens
+    speeds: dict[str, list[float]] = {"ours": [], "bare": []}  # tokens/s
     for repeat in range(-1, options.repeats):  # the first one warms up
         for side in ("ours", "bare") if repeat % 2 else ("bare", "ours"):
             began = time.perf_counter()
@@ -99,21 +95,15 @@ def measure(options: argparse.Namespace, url: str, model: Path, folder: Path) ->
             else:
                 answers = asyncio.run(bare_loop(url, bodies, options.concurrency))
                 produced = sum(len(answer["output_ids"]) for answer in answers)
-            took = time.perf_counter() - began
-            if produced != tokens:
-                raise RuntimeError(f"{side}: {produced} tokens instead of {tokens}")
             if repeat >= 0:
-                seconds[side].append(took)
+                speeds[side].append(produced / (time.perf_counter() - began))
     engine.close()
-    ours, bare = statistics.median(seconds["ours"]), statistics.median(seconds["bare"])
     # Neighbouring turns meet the same machine: the median of their ratios is steadier than the ratio of medians.
-    ratio = statistics.median(b / o for o, b in zip(seconds["ours"], seconds["bare"], strict=True))
+    ratio = statistics.median(ours / bare for ours, bare in zip(speeds["ours"], speeds["bare"], strict=True))
     return {
-        "ours_tokens_per_s": tokens / ours,
-        "bare_tokens_per_s": tokens / bare,
+        "ours_tokens_per_s": statistics.median(speeds["ours"]),
+        "bare_tokens_per_s": statistics.median(speeds["bare"]),
         "throughput_ratio": ratio,
-        "ours_s": ours,
-        "bare_s": bare,
     }
 
 
@@ -123,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Generation through megarl's client against a bare loop.")
     parser.add_argument("--server-python", required=True, help="Python of an environment that has sglang")
     parser.add_argument("--requests", type=int, default=256, help="requests of one turn (default 256)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each response (default 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response at most (default 64)")
     parser.add_argument("--concurrency", type=int, default=64, help="open requests at a time (default 64)")
     parser.add_argument("--repeats", type=int, default=7, help="turns of each side (default 7)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -25,7 +25,7 @@ from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.process import GuardedProcess
 from megarl.rollout.sglang.server import OwnedServer
 from tests.rollout_parts import engine_of, largest_logprob_error, requests_for, weights_of
-from tests.server_processes import launch_plan, processes_naming, use_fake, wait_until_gone
+from tests.server_processes import launch_plan, processes_logging_to, processes_naming, use_fake, wait_until_gone
 from tests.servers.conftest import Served
 from tests.servers.test_client import check_complete
 
@@ -47,7 +47,7 @@ def start(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield make
     for server in started:
         server.close()
-    assert not processes_naming(str(tmp_path)), "a process was left behind"
+    assert not processes_logging_to(tmp_path), "a process was left behind"
 
 
 def wait_for_restart(server: OwnedServer, incarnation: int) -> None:
@@ -58,16 +58,19 @@ def wait_for_restart(server: OwnedServer, incarnation: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_hangs_is_restarted_at_its_address(start: Any, number: signal.Signals) -> None:
+def test_a_server_that_dies_or_hangs_is_restarted_at_its_address(
+    start: Any, tmp_path: Path, number: signal.Signals
+) -> None:
     server = start()
     server.wait_until_ready()
     before, pid = server.place, server.pid
-    family = processes_naming(before.url.rsplit(":", 1)[1])
+    family = processes_logging_to(tmp_path)
+    assert len(family) == 3, "guard, server and the server's child"
     os.kill(pid, number)
     wait_for_restart(server, 2)
     assert server.place.url == before.url and server.pid != pid
     assert ServerControl(server.place.url).health()
-    assert not wait_until_gone([each for each in family if each in (pid,)])
+    assert not wait_until_gone(family)
     assert server.take_restarts() == 1 and server.take_restarts() == 0
 
 
@@ -170,6 +173,7 @@ def test_servers_end_with_the_trainer_however_it_ends(
                 time.sleep(8)
                 os._exit(0)
             print(server.pid, flush=True)
+            sys.stdin.readline()
             end = {end!r}
             if end == "exception":
                 raise RuntimeError("the trainer fails")
@@ -178,20 +182,16 @@ def test_servers_end_with_the_trainer_however_it_ends(
                 time.sleep(60)
         """)
     )
-    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as trainer:
-        assert trainer.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, str(program)], **pipes) as trainer:
+        assert trainer.stdin is not None and trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        family = sorted({pid, *processes_naming(str(served.model))} & set(processes_naming("sglang.launch_server")))
-        ours = [each for each in family if str(tmp_path) in _guard_log(each)] or [pid]
+        family = processes_logging_to(tmp_path)
+        assert pid in family and len(family) == 3, "guard, server and the server's child"
+        trainer.stdin.close()
         trainer.wait(timeout=60)
-        assert not wait_until_gone(ours, seconds=12)
-
-
-def _guard_log(process_id: int) -> str:
-    try:
-        return os.readlink(f"/proc/{process_id}/fd/2")
-    except OSError:
-        return ""
+        assert not wait_until_gone([pid, *family], seconds=12)
+        assert not processes_logging_to(tmp_path)
 
 
 @pytest.mark.parametrize(("servers", "number"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)])
@@ -223,7 +223,7 @@ def test_a_server_lost_in_the_middle_of_a_rollout_costs_no_response(
         assert all(engine._held[server.place].endswith("-1") for server in engine._servers.owned)
     finally:
         engine.close()
-    assert not processes_naming(str(tmp_path))
+    assert not processes_logging_to(tmp_path)
 
 
 def test_a_server_that_cannot_be_restarted_ends_the_run_with_one_line(

@@ -12,7 +12,7 @@ import pytest
 from megarl.data.samples import Sample
 from megarl.rollout.distribute import generate_everywhere
 from tests.rollout_parts import engine_of, largest_logprob_error, requests_for, weights_of
-from tests.server_processes import processes_naming, real_python, running_server, write_served_model
+from tests.server_processes import processes_logging_to, real_python, running_server, write_served_model
 from tests.servers.test_client import check_complete
 from tests.servers.test_processes import wait_for_restart
 
@@ -45,7 +45,7 @@ def test_samples_are_exact_and_long_tails_are_cut(served: tuple[str, Path], tmp_
             engine.rest()
     finally:
         engine.close()
-    assert not processes_naming(str(tmp_path)) and not processes_naming("sglang_router")
+    assert not processes_logging_to(tmp_path)
 
 
 def test_a_killed_and_a_frozen_server_cost_no_response(tmp_path: Path) -> None:
@@ -79,4 +79,4 @@ def test_a_killed_and_a_frozen_server_cost_no_response(tmp_path: Path) -> None:
             assert metrics["rollout/retries"] > 0 and metrics["rollout/server_restarts"] == 1
     finally:
         engine.close()
-    assert not processes_naming(str(tmp_path))
+    assert not processes_logging_to(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.data.generated import write_arithmetic
 from tests.e2e.test_training import metrics_of, run_module, write_config
-from tests.server_processes import processes_naming, real_python, write_served_model
+from tests.server_processes import processes_logging_to, real_python, write_served_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -25,4 +25,4 @@ def test_a_run_at_tensor_parallel_2_agrees_with_the_server_in_every_step(tmp_pat
     assert max(step["rollout/logprob_diff_max"] for step in steps) < 1e-4
     assert all(step["rollout/retries"] == 0 for step in steps)
     assert (tmp_path / "run" / "rollout" / "server_0_0.log").is_file()
-    assert not processes_naming(str(tmp_path))
+    assert not processes_logging_to(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -318,16 +319,16 @@ class _Round:
     async def _watch(self, server: _Server) -> None:
         """Never returns; keeps the server's condition up to date."""
         failures = 0
+        # The server's health check takes a second when it is idle; that it answers at all is enough to begin with.
+        found, reason = await self._probe(server, "model_info")
         while True:
-            found, reason = await self._probe(server)
             self._judge(server, found, reason)
             failures = failures + 1 if found is Condition.DOWN else 0
             wait = _pause(failures) if failures else self._config.health_interval
             server.kicked.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.kicked.wait(), timeout=wait)
-            except TimeoutError:
-                continue
+            found, reason = await self._probe(server, "health")
 
     def _judge(self, server: _Server, found: Condition, reason: str) -> None:
         before = server.condition
@@ -344,13 +345,14 @@ class _Round:
         if found is not before:
             self._changed.set()
 
-    async def _probe(self, server: _Server) -> tuple[Condition, str]:
+    async def _probe(self, server: _Server, call: Literal["health", "model_info"]) -> tuple[Condition, str]:
         """What the server is, with the reason when it is down."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_timeout)
         try:
-            async with self._http.get(f"{server.url}/health", timeout=timeout) as response:
-                if response.status != 200:
-                    return Condition.DOWN, f"its health check answers HTTP {response.status}"
+            if call == "health" or self._config.router:
+                async with self._http.get(f"{server.url}/health", timeout=timeout) as response:
+                    if response.status != 200:
+                        return Condition.DOWN, f"its health check answers HTTP {response.status}"
             if self._config.router:
                 return Condition.USABLE, ""  # a router knows no weights; each answer tells its own
             async with self._http.get(f"{server.url}/model_info", timeout=timeout) as response:

@@ -18,7 +18,7 @@ from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.in_process import end_ids
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.client import Client
-from megarl.rollout.sglang.fleet import RunServers
+from megarl.rollout.sglang.fleet import RunServers, version_at
 from megarl.rollout.sglang.launch import interpreter, server_environment
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.router import Router
@@ -101,6 +101,7 @@ class SglangEngine:
         for _ in range(PUSHES):
             self._restart_condemned()
             places = self._servers.usable()
+            self._forget_lost(places, label)
             failed = self._push(weights, label, places)
             serving = [place for place in places if self._held.get(place) == label]
             if serving:
@@ -109,8 +110,12 @@ class SglangEngine:
         raise RunStopped(f"no rollout server took the weights: {'; '.join(failed.values())}")
 
     def rest(self) -> None:
-        """Nothing; colocated servers have given their memory back until the next `update_weights`."""
-        self._servers.release_memory()
+        """Nothing; colocated servers have given their memory back until the next `update_weights`.
+
+        With `rollout.lag` they generate meanwhile, and keep it.
+        """
+        if self._config.lag == 0:
+            self._servers.release_memory()
 
     def take_metrics(self) -> dict[str, float]:
         """What this rank counted since the last call; sums over ranks are the run's."""
@@ -151,6 +156,14 @@ class SglangEngine:
         for name, value in report.metrics.items():
             self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
         return report.failed
+
+    def _forget_lost(self, places: Sequence[ServerPlace], label: str) -> None:
+        """Nothing; servers that were handed these weights and hold others now (restarted by others) go without."""
+        lost: list[ServerPlace] = []
+        if self._rank == 0:
+            lost = [place for place in places if self._held.get(place) == label and version_at(place) != label]
+        lost = gather(lost)[0]
+        self._held = {place: held for place, held in self._held.items() if place not in lost}
 
     def _restart_condemned(self) -> None:
         """Nothing; servers that gave any rank wrong answers are being restarted; collective."""

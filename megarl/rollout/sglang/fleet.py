@@ -79,10 +79,13 @@ class RunServers:
             place = server.place
             if place.ranks and server.ready and place not in self._released:
                 server.ignore_health(True)
-                control = ServerControl(place.url)
-                control.flush_cache(wait=30.0)
-                control.release_memory(MEMORY)
-                self._released.add(place)
+                try:
+                    control = ServerControl(place.url)
+                    control.flush_cache(wait=30.0)
+                    control.release_memory(MEMORY)
+                    self._released.add(place)
+                except ServerError as error:
+                    server.condemn(f"does not release its memory ({error})")
 
     def resume_memory(self, tag: str) -> None:
         """Nothing; servers of this rank that gave memory back have it again: `weights` to load, then `kv_cache`."""
@@ -90,7 +93,10 @@ class RunServers:
             place = server.place
             # A server restarted meanwhile has released nothing, and would die of resuming.
             if place in self._released and server.ready:
-                ServerControl(place.url).resume_memory([tag])
+                try:
+                    ServerControl(place.url).resume_memory([tag])
+                except ServerError as error:
+                    server.condemn(f"does not resume its memory ({error})")
         if tag == MEMORY[0]:
             self._released.clear()
             for server in self.owned:
@@ -151,3 +157,11 @@ class RunServers:
         if not self._started and self._config.urls and len(places) < len(self._config.urls):
             missing = sorted(set(self._config.urls) - {place.url for place in places})
             raise UserError(f"rollout.urls: {', '.join(missing)} does not answer its health check")
+
+
+def version_at(place: ServerPlace) -> str | None:
+    """The weight version that the server reports, or None when it does not answer."""
+    try:
+        return ServerControl(place.url, deadline=10.0).weight_version()
+    except ServerError:
+        return None
