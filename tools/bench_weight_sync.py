@@ -1,6 +1,6 @@
 """Times a hand-over of weights to a real SGLang server on this machine against copying the same bytes once.
 
-    python tools/bench_weight_sync.py --server-python PYTHON [--hidden N --layers N --vocab N --repeats N] [--json]
+    python tools/bench_weight_sync.py --server-python PYTHON [--ways W ... --hidden N --layers N --vocab N] [--json]
 
 The trainer is one rank of the real policy (Megatron-Core over gloo); its weights go to one server in every way that a
 CPU can run, over the loopback, fp32 on both sides. The copy is the same number of bytes sent once over a TCP
@@ -90,10 +90,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     expected = expected_tensors(shape)
     size = 4 * sum(torch.Size(shape).numel() for shape in expected.values())
-    seconds: dict[str, list[float]] = {name: [] for name in (*WAYS, "copy")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*options.ways, "copy")}
     copy = LoopbackCopy(size)
     with running_server(options.server_python, model, folder / "server.log") as url:
-        syncs = {way: WeightSync(_settings(way, options, folder, model), expected) for way in WAYS}
+        syncs = {way: WeightSync(_settings(way, options, folder, model), expected) for way in options.ways}
         for repeat in range(options.repeats + 1):
             for way, sync in syncs.items():
                 report = sync.push(policy.hf_tensors(), f"{way}-{repeat}", [ServerPlace(url)])
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shutdown()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first warms up
     result: dict[str, Any] = {"mib": size / 2**20, "copy_s": medians["copy"]}
-    for way in WAYS:
+    for way in options.ways:
         result |= {f"{way}_s": medians[way], f"{way}_ratio": medians[way] / medians["copy"]}
     return result
 
@@ -128,6 +128,7 @@ def _settings(way: Any, options: argparse.Namespace, folder: Path, model: Path) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server-python", required=True, help="interpreter with sglang (tools/install_sglang_cpu.sh)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to time (default: all)")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model (default 512)")
     parser.add_argument("--layers", type=int, default=8, help="layers (default 8)")
     parser.add_argument("--vocab", type=int, default=32_000, help="vocabulary (default 32000)")
@@ -141,7 +142,7 @@ def main() -> None:
         print(json.dumps(result))
     else:
         print(f"{result['mib']:.0f} MiB; copied once over the loopback in {result['copy_s']:.3f} s")
-        for way in WAYS:
+        for way in options.ways:
             print(f"{way:>6} {result[f'{way}_s']:8.3f} s   {result[f'{way}_ratio']:6.2f} copies")
 
 
