@@ -21,10 +21,10 @@ LAW_POINTS_PER_RUN = 150
 LINE_POINTS = 40
 # Okabe and Ito's colours, which colour-blind readers can tell apart, then more; each run has a dash of its own as well.
 COLOURS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F", "#B2182B", "#1B7837",
+    "#1A7FC2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F", "#B2182B", "#1B7837",
 )  # fmt: skip
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
-TAIL_COLOURS = ("#B2182B", "#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#7F7F7F")
+TAIL_COLOURS = ("#B2182B", "#D55E00", "#E69F00", "#56B4E9", "#1A7FC2", "#7F7F7F")
 HEIGHT = 300
 
 Rows = list[dict[str, Any]]
@@ -248,7 +248,9 @@ def scale(fit: ScalingFit) -> Figure:
             interval = fit.lines[name].interval(n, new=False)
             band = {} if interval is None else {"low": interval[0], "high": interval[1]}
             lines.append({"N": n, "value": fit.lines[name].predict(n), "quantity": name} | band)
-    x = alt.X("N:Q", title="non-embedding parameters", scale=alt.Scale(type="log"))
+    x = alt.X(
+        "N:Q", title="non-embedding parameters", scale=alt.Scale(type="log"), axis=alt.Axis(format="~s", tickCount=5)
+    )
     colour = _fixed("quantity", names, [COLOURS[0], COLOURS[1], COLOURS[2]], "coefficient")
     # The bands of three sizes are wider than the picture: the axis follows the points.
     values = [point["value"] for point in points]
@@ -357,7 +359,7 @@ def _shape(runs: Sequence[ReportRun]) -> alt.Shape:
 
 def _fixed(field: str, names: list[str], colours: list[str], title: str) -> alt.Color:
     columns = 1 if max(map(len, names)) > 15 else 3  # they must fit a phone
-    legend = alt.Legend(orient="bottom", columns=columns, labelLimit=0)
+    legend = alt.Legend(orient="bottom", columns=columns, labelLimit=0, symbolOpacity=1)
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=names, range=colours), title=title, legend=legend)
 
 
