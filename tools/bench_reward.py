@@ -3,9 +3,9 @@
     python tools/bench_reward.py [--json] [--rounds N] [--programs N]
 
 Mathematics, one process, one core: `gsm8k` are worked solutions that end in a boxed whole number, `math` short
-solutions with the kinds of answers of competition sets (fractions, roots, tuples, intervals, polynomials, text), half of the
-responses right, half of the right ones written differently. Every ground truth has eight responses, as in training.
-megarl's side is the whole grader (exact path, then the library in this process), the other is
+solutions with the kinds of answers of competition sets (fractions, roots, tuples, intervals, polynomials, text), half
+of the responses right, half of the right ones written differently. Every ground truth has eight responses, as in
+training. megarl's side is the whole grader (exact path, then the library in this process), the other is
 `verify(parse(gold), parse(response))`. Programs: HumanEval's canonical solutions with their tests, one at a time; the
 other side is `python -c` with program and tests, without any isolation. Sides alternate round by round; figures are
 medians, and ratios are the medians of the rounds' own.
