@@ -198,8 +198,8 @@ def _allowed_keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> lis
     """The field names of the section in which an unknown key was found."""
     section: Any = kind
     for part in location[:-1]:
-        if isinstance(part, int):
-            continue
+        if isinstance(part, int) or part not in section.model_fields:
+            continue  # a place in a list or a key of a mapping
         annotation = section.model_fields[part].annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))

@@ -39,6 +39,8 @@ def _section(path: str, field: FieldInfo, model: type[BaseModel]) -> Iterator[st
     """The section of a nested config class at the dotted `path`, then those of the classes nested in it."""
     if _is_list(field.annotation):
         path += "[]"
+    elif get_origin(field.annotation) is dict:
+        path += ".<key>"
     meaning = field.description or (model.__doc__ or "").strip().splitlines()[0]
     required = " Required." if field.is_required() else ""
     yield f"### `{path}`\n\n{meaning}{required}\n"

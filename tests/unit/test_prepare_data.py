@@ -67,21 +67,24 @@ def test_math_takes_the_answer_or_the_solutions_box(tmp_path: Path) -> None:
     assert questions[1].extra_info["level"] == "Level 5"
 
 
-def test_contamination_is_found_reported_and_dropped(
-    gsm8k: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contamination_is_found_reported_and_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = "Nine pupils of a school in the north share forty two pencils so that nobody has more than five of them"
+    train = write_lines(
+        tmp_path / "t.jsonl",
+        [{"question": LONG.format(3), "answer": "#### 3"}, {"question": other, "answer": "#### 5"}],
+    )
     near = LONG.format(1500).replace("cows", "brown cows")
     held_out = write_lines(
         tmp_path / "e.jsonl", [{"question": near, "answer": "#### 1500"}, {"question": "other", "answer": "#### 1"}]
     )
     out, listed = tmp_path / "out.parquet", tmp_path / "overlaps.jsonl"
-    arguments = [f"gsm8k:{gsm8k}", "--out", str(out), "--evaluation", f"gsm8k:{held_out}", "--report", str(listed)]
+    arguments = [f"gsm8k:{train}", "--out", str(out), "--evaluation", f"gsm8k:{held_out}", "--report", str(listed)]
     report = run(capsys, *arguments, "--near", "0.6")
-    assert report["contamination"]["exact"] == 0 and report["contamination"]["near"] >= 1 and report["rows"] == 2
+    assert (report["contamination"]["exact"], report["contamination"]["near"], report["rows"]) == (0, 1, 2)
     found = json.loads(listed.read_text().splitlines()[0])
     assert found["evaluation"]["row"] == 1 and 0.6 <= found["share"] < 1
     report = run(capsys, *arguments, "--near", "0.6", "--drop-contaminated")
-    assert report["rows"] == 2 - report["contamination"]["dropped"]
+    assert report["rows"] == 1 and report["contamination"]["dropped"] == 1
 
 
 def test_exact_near_and_unrelated_questions() -> None:
