@@ -20,7 +20,7 @@ from megarl.data.prompts import PromptCursor, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import EvaluationTask, evaluate_sets, evaluation_task
-from megarl.law.live import Point
+from megarl.law.live import Point, budget_warning
 from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
@@ -185,8 +185,11 @@ class Session:
     def check_engine_after_resume(self, step: int) -> None:
         """Nothing; a few responses, which nobody trains on, have one log-prob by the engine and by the policy.
 
-        Raises RuntimeError when they differ by more than `checkpoint.largest_logprob_difference` on average.
+        Looks at the first step of a resumed run only. Raises RuntimeError when they differ by more than
+        `checkpoint.largest_logprob_difference` on average.
         """
+        if step == 0 or step != self.state.step:
+            return
         prompts = self.rollouts.cursor.take(CHECKED_PROMPTS)
         self.rollouts.cursor.rollback()
         requests = [
@@ -231,16 +234,37 @@ class Session:
         assert self.checkpoints is not None
         signal = stop.agreed()
         step, every = state.step, self.config.checkpoint.every
-        if step > 0 and (signal or step % every == 0 or step == self.config.loop.steps):
-            if self.records is not None:
-                self.records.flush_to_disk()
-            self.checkpoints.save(step, asdict(state))
+        if signal or step % every == 0 or step == self.config.loop.steps:
+            self.save(state)
         else:
             self.checkpoints.poll()
         if signal:
-            self.checkpoints.finish()
+            self.finish_saving()
             logger.warning("stopped by %s before step %d; the same command goes on from there", signal, step)
         return signal is not None
+
+    def save(self, state: RunState) -> None:
+        """Nothing; a checkpoint holds `state` and the policy as it is. A run that has not trained yet leaves none."""
+        assert self.checkpoints is not None
+        if state.step > 0:
+            if self.records is not None:
+                self.records.flush_to_disk()
+            self.checkpoints.save(state.step, asdict(state))
+
+    def finish_saving(self) -> None:
+        """Nothing; what is being saved is on the disk."""
+        assert self.checkpoints is not None
+        self.checkpoints.finish()
+
+    def law_points_with(self, step: int, metrics: dict[str, float], points: list[Point]) -> list[Point]:
+        """The law's points with that of this step's evaluation; warns once when little of the gain is left."""
+        if "entropy/seq_mean" not in metrics:  # the filter left no sample
+            return points
+        accuracy = metrics[f"eval/{self.evaluation_tasks[0].settings.name}/accuracy"]
+        points = [*points, (step, metrics["entropy/seq_mean"], accuracy)]
+        if (little_left := budget_warning(points)) is not None:
+            logger.warning(little_left)
+        return points
 
     def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
         """The metrics of all held-out sets under the weights that the engine serves."""

@@ -1,6 +1,6 @@
 """The reinforcement-learning loop: `torchrun --nproc-per-node N -m megarl.train CONFIG.yaml [section.key=value ...]`.
 
-Each step: roll out -> reward -> filter -> measure entropy -> advantages -> updates -> hand the weights over. The step
+Each step: hand the weights over -> roll out -> reward -> filter -> measure entropy -> advantages -> updates. The step
 after the last update measures the final policy and trains nothing. A run folder that holds a run goes on from its
 newest checkpoint; SIGTERM and SIGUSR1 save and end the run.
 """
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from megarl.config import RunConfig, load_config
-from megarl.errors import exits_cleanly_on_user_error
-from megarl.law.live import budget_warning, law_metrics
+from megarl.errors import RunStopped, exits_cleanly_on_user_error
+from megarl.law.live import law_metrics
 from megarl.learn import learn
 from megarl.measure import measure_rollout
 from megarl.objective.objective import objective_warnings
@@ -30,46 +30,43 @@ def train(session: Session, stop: StopRequest) -> None:
     config = session.config
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
         logger.warning(warning)
-    law_points = session.state.law_points
-    rollouts = session.rollouts
-    rollouts.hand_over_weights(version=session.state.step)
-    if session.state.step > 0:
-        session.check_engine_after_resume(session.state.step)
-    for step in range(session.state.step, config.loop.steps + 1):
-        state = session.state_before(step, law_points)
-        if session.stops(stop, state):
-            return
-        final = step == config.loop.steps
-        clock = PhaseClock()
-        metrics: dict[str, float] = {}
-        with clock("generation"):
-            rollout = rollouts.collect(step)
-        with clock("score"):
-            session.attach_scores(rollout.samples)
-        session.stop_on_mismatch(step, rollout.samples)
-        metrics |= rollout.metrics | measure_rollout(rollout, rollouts.served_version)
-        if session.evaluation_tasks and (final or step % config.evaluation.every == 0):
-            with clock("evaluation"):
-                metrics |= session.evaluate(step, final=final)
-            if "entropy/seq_mean" in metrics:  # unless the filter left no sample
-                accuracy = metrics[f"eval/{config.evaluation.sets[0].name}/accuracy"]
-                law_points = [*law_points, (step, metrics["entropy/seq_mean"], accuracy)]
-                metrics |= law_metrics(law_points, last_step=config.loop.steps)
-                if (little_left := budget_warning(law_points)) is not None:
-                    logger.warning(little_left)
-        if stop.agreed() and session.stops(stop, state):
-            return  # nothing was trained: the step is done again, from the same random numbers
-        if not final and rollout.samples:
-            with clock("update"):
-                rollouts.engine.rest()
-                metrics |= learn(session, rollout.samples, step)
+    state, rollouts = session.state, session.rollouts
+    try:
+        for step in range(state.step, config.loop.steps + 1):
+            state = session.state_before(step, state.law_points)
+            if session.stops(stop, state):
+                return
+            final = step == config.loop.steps
+            clock = PhaseClock()
             with clock("weights"):
-                rollouts.hand_over_weights(version=step + 1)
-        metrics |= rollouts.metrics()
-        metrics |= clock.metrics()
-        session.record(step, metrics, rollout.samples)
-    assert session.checkpoints is not None
-    session.checkpoints.finish()
+                rollouts.hand_over_weights(version=step)
+            session.check_engine_after_resume(step)
+            with clock("generation"):
+                rollout = rollouts.collect(step)
+            with clock("score"):
+                session.attach_scores(rollout.samples)
+            session.stop_on_mismatch(step, rollout.samples)
+            metrics = rollout.metrics | measure_rollout(rollout, rollouts.served_version)
+            law_points = state.law_points
+            if session.evaluation_tasks and (final or step % config.evaluation.every == 0):
+                with clock("evaluation"):
+                    metrics |= session.evaluate(step, final=final)
+                law_points = session.law_points_with(step, metrics, law_points)
+                metrics |= law_metrics(law_points, last_step=config.loop.steps)
+            if stop.agreed() and session.stops(stop, state):
+                return  # nothing was trained: the step is done again, from the same random numbers
+            if not final and rollout.samples:
+                with clock("update"):
+                    rollouts.engine.rest()
+                    metrics |= learn(session, rollout.samples, step)
+            state = session.state_before(step + 1, law_points)
+            metrics |= rollouts.metrics() | clock.metrics()
+            session.record(step, metrics, rollout.samples)
+    except RunStopped:
+        session.save(state)  # no server answered: nothing of the step that was begun is lost but its responses
+        session.finish_saving()
+        raise
+    session.finish_saving()
     if config.loop.save_hf:
         session.policy.save_hf(f"{config.run.folder}/final_hf")
 

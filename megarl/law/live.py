@@ -21,6 +21,8 @@ def law_metrics(points: Sequence[Point], last_step: float) -> dict[str, float]:
 
     With 5 points and the last step still to come, the forecast at it too.
     """
+    if not points:
+        return {}
     steps, entropy, reward = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     metrics = budget(entropy.tolist())
     if len(points) < MINIMUM_POINTS or np.ptp(entropy) <= 1e-9:
