@@ -46,7 +46,7 @@ def overlaps(train: Sequence[str], evaluation: Sequence[str], *, near: float = N
     Near: at least the share `near` of the evaluation question's word 8-grams stand in the training question. N-grams
     that many prompts of either set share (instructions) do not count. Questions shorter than 8 words must be the same.
     """
-    exact = {}
+    exact: dict[str, int] = {}
     for place, question in enumerate(evaluation):
         exact.setdefault(comparable(question), place)
     grams = [_ngrams(question) for question in evaluation]

@@ -17,7 +17,7 @@ METRICS: dict[str, str] = {
     "covariance/threshold": "Smallest covariance among the selected tokens.",
     "covariance/selected": "Tokens that Clip-Cov or KL-Cov selected in a mini-batch, a count.",
     "reward/mean": "Mean reward of all generated responses, before group filtering.",
-    "reward/<source>": "Mean reward of the responses to prompts of one data source.",
+    "reward/source/<source>": "Mean reward of the responses to prompts of one data source.",
     "reward/timeouts": "Responses whose grading was killed at its deadline, a count.",
     "reward/errors": "Responses for which a reward function raised or returned no finite number, a count.",
     "reward/failures": "Responses that grading could not decide, for whatever reason, a count.",
