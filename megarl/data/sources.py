@@ -77,13 +77,11 @@ def _math(file: str, seed: int) -> list[Question]:
 
     questions = []
     for row in read_rows([file], ("problem",)):
-        if row.values.get("answer") is not None:
-            answer = str(row.values["answer"])
-        else:
-            boxed = extract_boxed(row.text("solution")) if "solution" in row.values else None
-            if boxed is None:
-                raise row.error("solution", "is missing or holds no \\boxed{} answer, and there is no column answer")
-            answer = boxed
+        given = row.values.get("answer")
+        boxed = extract_boxed(row.text("solution")) if given is None and "solution" in row.values else None
+        if given is None and boxed is None:
+            raise row.error("solution", "is missing or holds no \\boxed{} answer, and there is no column answer")
+        answer = str(given if given is not None else boxed)
         extra = _origin(row) | {key: str(row.values[key]) for key in ("level", "subject", "type") if key in row.values}
         source = str(row.values.get("data_source") or "math")
         questions.append(Question(source, row.text("problem"), answer, "math", extra_info=extra))
@@ -99,14 +97,14 @@ def _rows(file: str, seed: int) -> list[Question]:
         messages = row.values["prompt"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        by_role = {m.get("role"): m.get("content") for m in messages if isinstance(m, dict)} if messages else {}
-        text = by_role.get("user")
-        if not isinstance(text, str) or not text.strip():
+        by_role = {m.get("role"): m.get("content") for m in messages or () if isinstance(m, dict)}
+        user = by_role.get("user")
+        if not isinstance(user, str) or not user.strip():
             raise row.error("prompt", "has no user message")
         questions.append(
             Question(
                 data_source=row.text("data_source"),
-                text=text,
+                text=user,
                 ground_truth=str(model["ground_truth"]),
                 ability=str(row.values.get("ability") or "math"),
                 system=by_role.get("system"),

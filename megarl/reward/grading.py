@@ -161,7 +161,7 @@ def grading_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         by_source[sample.prompt.data_source].append(sample.reward)
     statuses = [outcome.status for outcome in outcomes]
-    metrics = {f"reward/{source}": statistics.fmean(rewards) for source, rewards in by_source.items()}
+    metrics = {f"reward/source/{source}": statistics.fmean(rewards) for source, rewards in by_source.items()}
     return metrics | {
         "reward/timeouts": float(statuses.count("timeout")),
         "reward/errors": float(statuses.count("error")),

@@ -21,7 +21,7 @@ METRICS: dict[str, str] = {
     "covariance/group_natural": "The same covariance without the probability (natural gradient, Theorem 2).",
     "covariance/group_accuracy_<percent>%": "covariance/group over the groups of this accuracy, to the nearest eighth.",
     "reward/mean": "Mean reward of all generated responses, before group filtering.",
-    "reward/<source>": "Mean reward of the responses to prompts of one data source.",
+    "reward/source/<source>": "Mean reward of the responses to prompts of one data source.",
     "reward/timeouts": "Responses whose grading was killed at its deadline, a count.",
     "reward/errors": "Responses for which a reward function raised or returned no finite number, a count.",
     "reward/failures": "Responses that grading could not decide, for whatever reason, a count.",

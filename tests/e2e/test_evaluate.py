@@ -112,6 +112,6 @@ def test_training_masks_truncated_responses_and_keeps_held_out_ones(
     train.main([str(path)])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and rows[0]["reward/masked"] == 16 * rows[0]["rollout/truncated"]
-    assert rows[0]["reward/arithmetic"] == rows[0]["reward/mean"] <= 0
+    assert rows[0]["reward/source/arithmetic"] == rows[0]["reward/mean"] <= 0
     for step in (0, 1):
         assert len(pq.read_table(tmp_path / "run" / "evaluation" / f"step_{step:06d}" / "two.parquet")) == 24

@@ -166,4 +166,4 @@ def test_rewards_are_told_by_source() -> None:
     for sample, reward in zip(samples, (1.0, 0.0, 1.0), strict=True):
         sample.reward = reward
     metrics = grading_metrics(samples)
-    assert (metrics["reward/a"], metrics["reward/b"]) == (0.5, 1.0)
+    assert (metrics["reward/source/a"], metrics["reward/source/b"]) == (0.5, 1.0)
