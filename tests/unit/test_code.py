@@ -175,7 +175,14 @@ def test_the_sandbox_works_after_all_this(sandbox: LocalSandbox) -> None:
 
 
 def left_over(before: set[int]) -> list[str]:
-    """Processes of sandbox users or bwrap itself that were not there before."""
+    """Processes of sandbox users or bwrap itself that were not there before, and are still there after a moment."""
+    deadline = time.monotonic() + 5.0
+    while (found := _new_processes(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _new_processes(before: set[int]) -> list[str]:
     found = []
     for process in psutil.process_iter(["pid", "name", "uids", "status"]):
         new = process.info["pid"] not in before and process.info["status"] != psutil.STATUS_ZOMBIE

@@ -221,5 +221,8 @@ def test_everything_has_a_name_for_screen_readers(browser: Page, report: Path) -
         if not node.get("ignored") and node["role"]["value"] in wanted and not node.get("name", {}).get("value")
     ]
     assert nameless == []
-    descriptions = browser.run("[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('aria-label'))")
+    # Vega names the drawing's container, not the svg itself.
+    descriptions = browser.run(
+        "[...document.querySelectorAll('.chart svg')].map(s => s.closest('[aria-label]')?.getAttribute('aria-label'))"
+    )
     assert all(text and len(text) > 30 for text in descriptions), descriptions
