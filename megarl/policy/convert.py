@@ -24,7 +24,7 @@ from megarl.policy.hf_folder import DEFAULT_SHARD_BYTES, HfFolderWriter, TensorS
 from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights, model_rules
 from megarl.policy.mcore import dist_checkpointing, parallel_state
 from megarl.policy.model import ModelConfig, ModelShape, PolicyModel, build_model_chunks, read_model_shape
-from megarl.policy.parallel import ParallelConfig, check_layout, initialize, shutdown
+from megarl.policy.parallel import Layout, ParallelConfig, check_layout, initialize, shutdown
 
 Progress = Callable[[int, int], None]  # (done, in all)
 
@@ -83,18 +83,17 @@ def _convert_rank(
         world_size=ranks,
     )
     try:
-        convert_shard(hf, out, parallel, progress if rank == 0 else lambda done, total: None)
+        convert_shard(hf, out, parallel, initialize(parallel), progress if rank == 0 else lambda done, total: None)
     finally:
         shutdown()
 
 
 @torch.no_grad()
-def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, progress: Progress) -> None:
+def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, layout: Layout, progress: Progress) -> None:
     """Nothing; this rank's shard of the HF folder is in the checkpoint `out`, which appears when all ranks are done.
 
     Collective over the job, whose size is that of the layout. A rank holds its shard and one HF tensor.
     """
-    layout = initialize(parallel)
     shape = read_model_shape(hf)
     _, chunks = build_model_chunks(shape, ModelConfig(path=str(hf)), parallel)
     total = sum(1 for chunk in chunks for _ in chunk.parameters())
@@ -198,7 +197,7 @@ class _StoredParameter:
         self._entry.data = torch.empty(size, dtype=self.dtype, device="cpu")
         if hasattr(self._entry, "dtype"):
             self._entry.dtype = self.dtype
-        loaded = megatron_format.load({"tensor": self._entry}, checkpoint)["tensor"]
+        loaded = megatron_format.load({"tensor": self._entry}, checkpoint, whole=False)["tensor"]
         self._entry.data = torch.empty(size, dtype=self.dtype, device="meta")
         yield from zip(self.names, assemble(self._rule, [loaded], shape), strict=True)
 

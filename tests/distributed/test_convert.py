@@ -77,15 +77,14 @@ def convert_and_score(rank: int, world: int, models: list[str], out: str, parall
     from megarl.policy.convert import convert_shard
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig
     from megarl.policy.model import ModelConfig, read_model_shape
-    from megarl.policy.parallel import Layout, ParallelConfig, initialize
+    from megarl.policy.parallel import ParallelConfig, initialize
 
     config = ParallelConfig(**parallel)
-    layout: Layout | None = None
+    layout = initialize(config)
     deviations = []
     for model in models:
         folder = Path(out) / Path(model).name
-        convert_shard(Path(model), folder, config, lambda done, total: None)
-        layout = layout or initialize(config)
+        convert_shard(Path(model), folder, config, layout, lambda done, total: None)
         policy = MegatronPolicy(
             model,
             read_model_shape(model),

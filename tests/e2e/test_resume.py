@@ -144,7 +144,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(parts: Path, tm
     assert metrics_of(tmp_path / "run") == records
 
 
-def test_sigterm_to_torchrun_saves_and_a_second_signal_ends_at_once(parts: Path, tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_saves_where_the_run_is(parts: Path, tmp_path: Path) -> None:
     loop = {"steps": 500, "prompts_per_step": 4, "updates_per_step": 2, "filter_groups": False}
     config = write_config(tmp_path / "long.yaml", parts, {}, loop=loop, checkpoint={"every": 400})
     log = (tmp_path / "log").open("w")

@@ -8,6 +8,8 @@ in the background.
 
 from __future__ import annotations
 
+import errno
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,8 @@ from megarl.policy.mcore import (
     dist_checkpointing,
     mcore_to_pyt_state_dict,
 )
+
+_FULL = 1 << 20  # bytes; what was left when a write failed
 
 
 class InProcessStrategy(TorchDistSaveShardedStrategy):
@@ -70,7 +74,7 @@ def prepare_save(
             request.async_fn(*request.async_fn_args)
         except CheckpointException as error:  # which is no Exception, and hides what went wrong
             cause, _ = next(iter(error.failures.values()))
-            raise cause from error
+            raise _disk_error(cause, folder) from error
 
     def finish() -> None:
         for function in request.finalize_fns:
@@ -79,14 +83,24 @@ def prepare_save(
     return write, finish
 
 
-def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _disk_error(cause: BaseException, folder: Path) -> BaseException:
+    """The OSError behind torch's message that its archive ended at an unexpected place; any other cause as it is."""
+    if isinstance(cause, OSError) or "inline_container" not in str(cause):
+        return cause
+    free = shutil.disk_usage(folder).free
+    if free < _FULL:
+        return OSError(errno.ENOSPC, f"no space left on the disk ({free >> 10} KiB are free)")
+    return OSError(errno.EIO, " ".join(str(cause).split()))
+
+
+def load(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
     """The nested state dict with every sharded tensor of `state` read from the checkpoint, cut for this job's layout.
 
-    Collective over the job. Raises when a tensor is missing or has another shape; what the checkpoint holds beyond
-    `state` is left alone.
+    Collective over the job. Raises when a tensor is missing or has another shape, and, if `whole`, when the ranks
+    together do not ask for all of a tensor. Tensors that no rank asks for are left alone.
     """
     with warnings.catch_warnings():
         # torch and Megatron warn of each other's renamed functions: nothing that a user can act on.
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning)
-        return dist_checkpointing.load(state, str(folder))
+        return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
