@@ -84,7 +84,8 @@ def law_fit(options: argparse.Namespace) -> None:
             failed.append({"run": points.name, "reason": str(error)})
     if not fitted:
         first = failed[0]
-        raise UserError(f"run {first['run']}: {first['reason']}" if first["run"] else first["reason"])
+        where = f"{options.file}, run {first['run']}" if first["run"] else options.file
+        raise UserError(f"{where}: {first['reason']}")
     fits = {points.name: fit for points, fit, _ in fitted}
     if options.json:
         records = [law_fit_record(fit, ahead, points) for points, fit, ahead in fitted]
