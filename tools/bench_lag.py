@@ -92,11 +92,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     trainer = ("time/score", "time/update", "time/weights")
     result = {
-        "generation_s": median(turns, "rollout/generation_seconds"),
+        "generation_s": median(turns, "time/rollout"),
         "update_s": median(turns, *trainer),
         "turn_step_s": median(turns, "time/step"),
         "lag_step_s": median(ahead, "time/step"),
-        "lag_generation_s": median(ahead, "rollout/generation_seconds"),
+        "lag_generation_s": median(ahead, "time/rollout"),
         "lag_update_s": median(ahead, *trainer),
         "lag_staleness_max": max(step["rollout/staleness_max"] for step in ahead),
     }

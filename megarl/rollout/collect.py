@@ -79,7 +79,7 @@ def collect_groups(
         "rollout/groups_filtered": float(tried - len(kept) - surplus),
         "rollout/groups_surplus": float(surplus),
         "rollout/groups_held": float(len(held.groups)),
-        "rollout/generation_seconds": seconds,
+        "time/rollout": seconds,
         "rollout/tokens_per_second": sum(sample.response_length for sample in generated) / seconds,
     }
     samples = [sample for group in kept for sample in group]

@@ -57,7 +57,7 @@ METRICS: dict[str, str] = {
     "policy/skipped_updates": "Share of the step's updates skipped because loss or gradient was not finite.",
     "policy/learning_rate": "Learning rate of the update.",
     "rollout/tokens_per_second": "Sampled tokens per second of generation, over all ranks.",
-    "rollout/generation_seconds": "Time from the first request of the step's batch to its last answer and grade; with "
+    "time/rollout": "Time from the first request of the step's batch to its last answer and grade; with "
     "rollout.lag most of it lies in earlier steps. time/generation is what the trainer waited.",
     "rollout/logprob_diff_mean": "Mean |log-prob by the policy - log-prob by the rollout engine| of a token, in nats.",
     "rollout/logprob_diff_p99": "99th percentile of that difference, in nats.",
