@@ -22,7 +22,7 @@ from megarl.policy.checkpoint.digest import copied, digest
 from megarl.policy.checkpoint.files import HF_SIDE_FILES, DamagedCheckpoint, FileRecord, Manifest
 from megarl.policy.hf_folder import DEFAULT_SHARD_BYTES, HfFolderWriter, TensorSpec, copy_side_files
 from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights, model_rules
-from megarl.policy.mcore import dist_checkpointing, parallel_state
+from megarl.policy.mcore import apply_factories, dist_checkpointing, nested_values, parallel_state
 from megarl.policy.model import ModelConfig, ModelShape, PolicyModel, build_model_chunks, read_model_shape
 from megarl.policy.parallel import Layout, ParallelConfig, check_layout, initialize, shutdown
 
@@ -193,13 +193,10 @@ class _StoredParameter:
 
     def read(self, checkpoint: Path, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of what the parameter is made of."""
-        size = self._entry.data.shape
-        self._entry.data = torch.empty(size, dtype=self.dtype, device="cpu")
-        if hasattr(self._entry, "dtype"):
-            self._entry.dtype = self.dtype
-        loaded = megatron_format.load({"tensor": self._entry}, checkpoint, whole=False)["tensor"]
-        self._entry.data = torch.empty(size, dtype=self.dtype, device="meta")
-        yield from zip(self.names, assemble(self._rule, [loaded], shape), strict=True)
+        parts = {"tensor": self._entry}
+        apply_factories(parts)  # a gated weight is stored as its two halves
+        pieces = [megatron_format.read_part(checkpoint, part, self.dtype) for part in nested_values(parts)]
+        yield from zip(self.names, assemble(self._rule, [torch.cat(pieces)], shape), strict=True)
 
 
 def _stored_parameters(model: PolicyModel, shape: ModelShape, stored: dict[str, Any]) -> list[_StoredParameter]:

@@ -53,7 +53,7 @@ def one_update(policy: Any, objective: Any) -> dict[str, Any]:
         for sample in samples:
             sample.reference_logprobs = None
     attach_advantages(objective, samples)
-    table = token_table(objective, samples, policy.device)
+    table, _ = token_table(objective, samples, policy.device)
     selection = covariance_of(objective, table, logprobs, (1, 2, 3))
     metrics = update_on(policy, objective, samples, (1, 2, 3), first=False)
     return {

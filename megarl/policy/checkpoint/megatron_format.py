@@ -15,9 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.policy.mcore import (
     AsyncRequest,
@@ -93,14 +98,48 @@ def _disk_error(cause: BaseException, folder: Path) -> BaseException:
     return OSError(errno.EIO, " ".join(str(cause).split()))
 
 
-def load(state: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
+class _Destination:
+    """Where torch's storage reader puts what it reads: the part of a planner that it asks for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        place = self._tensor
+        for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            place = place.narrow(axis, start, length)
+        return place
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: the reader wrote into the place itself."""
+
+
+def read_part(folder: Path, part: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The stored values of one sharded tensor's local part, in its local shape; reads no other part, in this process.
+
+    Megatron's own loading wants all of a tensor that is stacked over layers at once.
+    """
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    size = torch.Size([1] * part.prepend_axis_num + list(part.local_shape))
+    tensor = torch.empty(size, dtype=dtype)
+    stored: Any = metadata.state_dict_metadata[part.key]
+    chunk = ChunkStorageMetadata(offsets=torch.Size(part.global_offset), sizes=size)
+    items = create_read_items_for_chunk_list(part.key, stored, [chunk])
+    destination: Any = _Destination(tensor)
+    reader.read_data(LoadPlan(items), destination).wait()
+    return tensor.view(part.local_shape)
+
+
+def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The nested state dict with every sharded tensor of `state` read from the checkpoint, cut for this job's layout.
 
-    Collective over the job. Raises when a tensor is missing or has another shape, and, if `whole`, when the ranks
-    together do not ask for all of a tensor. Tensors that no rank asks for are left alone.
+    Collective over the job. Raises when a tensor is missing or has another shape, and when the ranks together do not
+    ask for all of a tensor. Tensors that no rank asks for are left alone.
     """
     with warnings.catch_warnings():
         # torch and Megatron warn of each other's renamed functions: nothing that a user can act on.
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning)
-        return dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)
+        return dist_checkpointing.load(state, str(folder))

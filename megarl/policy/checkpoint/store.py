@@ -237,8 +237,10 @@ class Checkpoints:
         first = next((report for report in reports if report is not None), None)
         if first is None:
             return result
-        if step is not None and self._rank == 0:
-            shutil.rmtree(files.part_of(files.step_folder(self.root, step)), ignore_errors=True)
+        if step is not None:
+            if self._rank == 0:
+                shutil.rmtree(files.part_of(files.step_folder(self.root, step)), ignore_errors=True)
+            dist.barrier(group=self._group)  # no rank goes on while the remains are still there
         is_users, message = first
         raise UserError(message) if is_users else RuntimeError(message) from failure
 
