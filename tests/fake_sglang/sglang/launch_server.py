@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,39 +26,13 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang.requests import Refusal, Request, refusal
+
 MAX_RUNNING = 64
 SAMPLING_FIELDS = {
     *("max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty"),
     *("presence_penalty", "repetition_penalty", "min_new_tokens", "n", "ignore_eos", "sampling_seed"),
 }
-
-
-class Refusal(Exception):
-    """Status 400 with this body."""
-
-
-def refusal(message: str) -> Refusal:
-    return Refusal(json.dumps({"error": {"message": message}}))
-
-
-@dataclass(eq=False)
-class Request:
-    """One response in the making."""
-
-    rid: str
-    input_ids: list[int]
-    params: dict[str, Any]
-    logprob_start: int
-    end_ids: set[int]
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    finish: dict[str, Any] | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def end(self, finish: dict[str, Any]) -> None:
-        self.finish = finish
-        self.done.set()
 
 
 class Server:
