@@ -158,3 +158,25 @@ def test_a_run_whose_filter_leaves_no_sample_still_evaluates_and_ends(parts: Pat
         assert step["eval/held_out/accuracy"] == 1.0 and step["rollout/groups_kept"] == 0
         assert "entropy/seq_mean" not in step
     assert (tmp_path / "equal" / "final_hf" / "model.safetensors").is_file()
+
+
+def test_a_mismatch_beyond_the_limit_stops_the_run_with_the_worst_tokens(parts: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "strict.yaml", parts)
+    done = run_module("megarl.train", config, "rollout.max_logprob_diff=1e-12")
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("megarl: error:")]
+    assert "rollout.max_logprob_diff" in line and "strict/mismatch/step_000000.jsonl" in line
+    records = [json.loads(text) for text in (tmp_path / "strict/mismatch/step_000000.jsonl").read_text().splitlines()]
+    differences = [abs(record["policy_logprob"] - record["engine_logprob"]) for record in records]
+    assert 0 < len(records) <= 20 and differences == sorted(differences, reverse=True) and min(differences) > 1e-12
+
+
+def test_a_run_with_every_rollout_correction_on(parts: Path, tmp_path: Path) -> None:
+    objective = {"loss": "kl_cov", "kl_cov": {"fraction": 0.2}}
+    objective["rollout_correction"] = {"truncate": "sequence", "reject": "token", "low": 0.99, "high": 1.01}
+    done = run_module("megarl.train", write_config(tmp_path / "corrected.yaml", parts, objective=objective))
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path / "corrected")
+    for step in steps[:2]:
+        assert step["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert step["correction/rejected"] == 0.0 and step["rollout/staleness_max"] == 0.0

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,12 @@ def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(parts: P
     samples: list[Sample | None] = []
     try:
         engine.update_weights(first, 0)
-        thread = threading.Thread(target=lambda: samples.extend(engine.generate(requests)))
+        one_ended = threading.Event()
+        thread = threading.Thread(
+            target=lambda: samples.extend(engine.generate(requests, on_sample=lambda _: one_ended.set()))
+        )
         thread.start()
-        time.sleep(1.0)
+        assert one_ended.wait(timeout=60), "no response ended"
         engine.update_weights(later, 1)
         thread.join(timeout=120)
         assert not thread.is_alive()
