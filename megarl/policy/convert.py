@@ -26,12 +26,14 @@ from megarl.policy.mcore import apply_factories, dist_checkpointing, nested_valu
 from megarl.policy.model import ModelConfig, ModelShape, PolicyModel, build_model_chunks, read_model_shape
 from megarl.policy.parallel import Layout, ParallelConfig, check_layout, initialize, shutdown
 
-Progress = Callable[[int, int], None]  # (done, in all)
+Progress = Callable[[int, int], None]  # (done, in all); sent to the processes of a conversion
 
 
-def hf_to_megatron(
-    hf: Path, out: Path, parallel: ParallelConfig, progress: Progress = lambda done, total: None
-) -> None:
+def silent(done: int, total: int) -> None:
+    """Nothing; the progress of a conversion that nobody watches."""
+
+
+def hf_to_megatron(hf: Path, out: Path, parallel: ParallelConfig, progress: Progress = silent) -> None:
     """Nothing; `out` is a Megatron checkpoint of the HF folder's weights. Starts one process per rank of the layout.
 
     Raises UserError for what does not fit, and when `out` exists.
@@ -83,7 +85,7 @@ def _convert_rank(
         world_size=ranks,
     )
     try:
-        convert_shard(hf, out, parallel, initialize(parallel), progress if rank == 0 else lambda done, total: None)
+        convert_shard(hf, out, parallel, initialize(parallel), progress if rank == 0 else silent)
     finally:
         shutdown()
 
@@ -148,7 +150,7 @@ def megatron_to_hf(
     out: Path,
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> None:
     """Nothing; `out` is an HF folder of the checkpoint's weights, in their number format. Runs in this process.
 

@@ -92,6 +92,6 @@ def test_smollm2_converts_generates_and_comes_back_bit_for_bit(smollm2: Path, tm
     assert_same_weights(tmp_path / "back", smollm2)
     prompt, generated, text = greedy(smollm2, 40)
     assert greedy(tmp_path / "back", 40) == (prompt, generated, text)
-    assert "19" in text, text
+    assert "addition" in text, f"no answer of the trained model: {text}"
     for choices in run_ranks(policy_choices, 2, str(tmp_path / "back"), prompt, generated, timeout=280):
         assert choices is None or choices == generated
