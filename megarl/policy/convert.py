@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.multiprocessing
 
 from megarl.errors import UserError
 from megarl.policy.checkpoint import files, megatron_format
-from megarl.policy.checkpoint.digest import copied, digest
+from megarl.policy.checkpoint.digest import copied, local_digest, total_digest
 from megarl.policy.checkpoint.files import HF_SIDE_FILES, DamagedCheckpoint, FileRecord, Manifest
 from megarl.policy.hf_folder import DEFAULT_SHARD_BYTES, HfFolderWriter, TensorSpec, copy_side_files
 from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights, model_rules
@@ -104,14 +105,16 @@ def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, layout: Layout,
         hf, chunks, shape, layout, keep_dtype=True, progress=lambda: progress(min(next(done), total), total)
     )
     state = {"model": {f"chunk_{order}": chunk.sharded_state_dict() for order, chunk in enumerate(chunks)}}
-    facts = {"digest": digest(copied(state)), "world_size": layout.world_size}
     if layout.rank == 0:
         files.begin(out)
     dist.barrier()
     part = files.part_of(out)
-    write, conclude = megatron_format.prepare_save(state, part, None, copies=False)
-    write()
-    own = files.record_files(part, part.glob(f"__{layout.rank}_*"))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        share = pool.submit(local_digest, copied(state))  # the processor works while the disk does
+        write, conclude = megatron_format.prepare_save(state, part, None, copies=False)
+        write()
+        own = files.record_files(part, part.glob(f"__{layout.rank}_*"))
+    facts = {"digest": total_digest(share.result()), "world_size": layout.world_size}
     everyone: list[Any] = [None] * layout.world_size
     dist.all_gather_object(everyone, own)
     conclude()
@@ -178,12 +181,30 @@ def megatron_to_hf(
         # A conversion's config says what its weights are; training may have changed the number format.
         dtype = None if manifest.kind == "convert" or len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
         with HfFolderWriter(out, specs, checkpoint / HF_SIDE_FILES, dtype=dtype, shard_bytes=shard_bytes) as writer:
-            for done, parameter in enumerate(parameters, 1):
-                for name, tensor in parameter.read(checkpoint, shape):
-                    writer.write(name, tensor)
-                progress(done, len(parameters))
+            _read_and_write(parameters, checkpoint, shape, writer, progress)
     finally:
         shutdown()
+
+
+def _read_and_write(
+    parameters: list[_StoredParameter], checkpoint: Path, shape: ModelShape, writer: HfFolderWriter, progress: Progress
+) -> None:
+    """Nothing; every parameter is written, while the next one is read."""
+
+    def write(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        written: Future[None] | None = None
+        for done, parameter in enumerate(parameters, 1):
+            tensors = list(parameter.read(checkpoint, shape))
+            if written is not None:
+                written.result()
+            written = pool.submit(write, tensors)
+            progress(done, len(parameters))
+        if written is not None:
+            written.result()
 
 
 class _StoredParameter:

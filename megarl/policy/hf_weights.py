@@ -54,7 +54,14 @@ class SafetensorsFolder:
     def read(self, name: str, *slices: slice) -> torch.Tensor:
         """A tensor of its own memory: the slices of the stored one, or the whole."""
         with self._open(self._file_of[name]) as file:
-            return file.get_slice(name)[slices or ...].clone()
+            return file.get_slice(name)[slices or slice(None)]
+
+    def read_rows(self, name: str, start: int, stop: int, *columns: slice) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row counted from `start`, rows) of rows start..stop-1, in pieces of some MiB."""
+        width = max(1, torch.Size(self.shape(name)[1:]).numel())
+        step = max(1, _PIECE // width)
+        for row in range(start, stop, step):
+            yield row - start, self.read(name, slice(row, min(row + step, stop)), *columns)
 
     def _open(self, path: Path) -> Any:
         try:
@@ -63,6 +70,7 @@ class SafetensorsFolder:
             raise UserError(f"{path} cannot be read: {error}") from error
 
 
+_PIECE = 1 << 22  # elements read at a time
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -160,11 +168,12 @@ def _rows(source: SafetensorsFolder, name: str, rank: int, ranks: int) -> torch.
     return source.read(name, slice(rank * count, (rank + 1) * count))
 
 
-def _vocabulary_rows(source: SafetensorsFolder, name: str, rank: int, rows: int) -> torch.Tensor:
-    vocabulary, hidden = source.shape(name)
-    part = source.read(name, slice(min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)))
-    missing = rows - part.shape[0]
-    return torch.cat([part, part.new_zeros(missing, hidden)]) if missing else part
+def _copy_rows(
+    target: torch.Tensor, source: SafetensorsFolder, name: str, start: int, stop: int, *columns: slice
+) -> None:
+    """Nothing; the target's first rows are the stored tensor's start..stop-1."""
+    for place, piece in source.read_rows(name, start, stop, *columns):
+        target[place : place + len(piece)].copy_(piece)
 
 
 def _interleave_qkv(parts: list[torch.Tensor], key_value_heads: int) -> torch.Tensor:
@@ -181,23 +190,34 @@ def _separate_qkv(fused: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     return [part.reshape(-1, *tail) for part in parts]
 
 
-def _shard(
-    rule: WeightRule, names: list[str], source: SafetensorsFolder, shape: ModelShape, layout: Layout, rows: int
-) -> torch.Tensor:
-    """This tensor-parallel rank's Megatron parameter of `rows` rows, of whose HF tensors only its part is read."""
-    rank, ranks = layout.tensor_rank, layout.tensor_size
+def _fill(
+    target: torch.Tensor,
+    rule: WeightRule,
+    names: list[str],
+    source: SafetensorsFolder,
+    shape: ModelShape,
+    layout: Layout,
+) -> None:
+    """Nothing; `target` is this tensor-parallel rank's parameter, of whose HF tensors only its part is read."""
+    rank, ranks, rows = layout.tensor_rank, layout.tensor_size, target.shape[0]
     match rule.sharding:
         case Sharding.REPLICATED:
-            return source.read(names[0])
+            target.copy_(source.read(names[0]))
         case Sharding.VOCABULARY:
-            return _vocabulary_rows(source, names[0], rank, rows)
+            first, last = (min(part * rows, shape.vocabulary) for part in (rank, rank + 1))
+            _copy_rows(target, source, names[0], first, last)
+            target[last - first :].zero_()
         case Sharding.COLUMNS:
-            count = source.shape(names[0])[1] // ranks
-            return source.read(names[0], slice(None), slice(rank * count, (rank + 1) * count))
+            count = target.shape[1]
+            _copy_rows(target, source, names[0], 0, rows, slice(rank * count, (rank + 1) * count))
         case Sharding.QKV:
-            return _interleave_qkv([_rows(source, name, rank, ranks) for name in names], shape.key_value_heads // ranks)
+            parts = [_rows(source, name, rank, ranks) for name in names]
+            target.copy_(_interleave_qkv(parts, shape.key_value_heads // ranks))
         case Sharding.GATED:
-            return torch.cat([_rows(source, name, rank, ranks) for name in names])
+            count = rows // len(names)
+            for place, name in enumerate(names):
+                own = target[place * count : (place + 1) * count]
+                _copy_rows(own, source, name, rank * count, (rank + 1) * count)
 
 
 def assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
@@ -237,7 +257,7 @@ def load_hf_weights(
             names = [name.format(layer=layer) for name in rule.hf]
             if keep_dtype:
                 parameter.data = torch.empty_like(parameter, dtype=_common_dtype(source, names))
-            parameter.copy_(_shard(rule, names, source, shape, layout, parameter.shape[0]))
+            _fill(parameter.data, rule, names, source, shape, layout)
             _mark_if_cut(parameter, rule)
             progress()
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from megarl.policy.mcore import ShardedTensor, apply_factories, is_main_replica, nested_values
 
+_BLOCK = 1 << 19  # elements that are widened to 64 bits at a time
+
 
 def digest(state: dict[str, Any]) -> dict[str, str]:
     """One 64-bit number per kind of tensor, the same however the tensors are cut over ranks.
@@ -18,12 +20,22 @@ def digest(state: dict[str, Any]) -> dict[str, str]:
     element at row r and column c of its global tensor: the sum of b (h(r) + g(c)), times a hash of the tensor's name,
     modulo 2**64. Vocabulary padding is zero and so has no part in it. Reduces over the job; `state` is used up.
     """
+    return total_digest(local_digest(state))
+
+
+def local_digest(state: dict[str, Any]) -> dict[str, int]:
+    """This rank's share of the digest, by kind; `state` is used up."""
     apply_factories(state)
     sums: dict[str, int] = {}
     for entry in nested_values(state):
         if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
             kind = _kind(entry.key)
             sums[kind] = sums.get(kind, 0) + _shard_digest(entry)
+    return sums
+
+
+def total_digest(sums: dict[str, int]) -> dict[str, str]:
+    """The digest from every rank's share. Reduces over the job."""
     everyone: list[Any] = [sums]
     if dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -50,8 +62,15 @@ def _shard_digest(shard: ShardedTensor) -> int:
     row, column = (*shard.global_offset[stacked:], 0, 0)[:2]
     bits = _bits(shard.data)
     rows = _scrambled(torch.arange(bits.shape[0], device=bits.device) + row)
+    column_sums = torch.zeros(bits.shape[1], dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    block = max(1, _BLOCK // max(1, bits.shape[1]))
+    for start in range(0, len(bits), block):
+        part = bits[start : start + block].long()
+        total += part.sum(1) @ rows[start : start + block]
+        column_sums += part.sum(0)
     columns = _scrambled(torch.arange(bits.shape[1], device=bits.device) + column + (1 << 40))
-    total = (bits.sum(1, dtype=torch.int64) * rows).sum() + (bits.sum(0, dtype=torch.int64) * columns).sum()
+    total += column_sums @ columns
     name = zlib.crc32(f"{shard.key} {tuple(shard.global_offset[:stacked])}".encode())
     return int(total) * int(_scrambled(torch.tensor(name)))
 

@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,11 @@ def file_sha256(path: Path) -> str:
 def record_files(folder: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Size and checksum of files in `folder` by relative name, after each was flushed to the disk."""
     records = {}
-    for path in paths:
-        flush_to_disk(path)
-        records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_sha256(path))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for path in paths:
+            flushed = pool.submit(flush_to_disk, path)  # the disk works while the processor does
+            records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_sha256(path))
+            flushed.result()
     return records
 
 
