@@ -24,8 +24,9 @@ from megarl.objective.objective import (
     compute_advantages,
     policy_loss,
     select_tokens,
+    tokens_with_gradient,
 )
-from megarl.policy.megatron import MegatronPolicy, TokenTable
+from megarl.policy.megatron import MegatronPolicy, Scores, TokenTable
 
 if TYPE_CHECKING:
     from megarl.session import Session
@@ -56,13 +57,18 @@ def update_on(
     """
     table, correction = token_table(objective, samples, policy.device)
     selects = objective.loss != "ppo" and objective.covariance_scope == "minibatch"
+    known = _known_scores(samples, policy.device) if first else None
     if selects:
-        known = _flat(samples, "policy_logprobs") if first else None
-        current = policy.score(samples).logprobs if known is None else known.to(policy.device)
-        selection = covariance_of(objective, table, current, key)
+        known = known or policy.score(samples)
+        selection = covariance_of(objective, table, known.logprobs, key)
         table.selected = selection.selected
     result = policy.update(
-        samples, table, partial(policy_loss, objective, key=key), entropy_gradient=objective.entropy_coefficient != 0
+        samples,
+        table,
+        partial(policy_loss, objective, key=key),
+        entropy_gradient=objective.entropy_coefficient != 0,
+        moved=samples_with_gradient(objective, table, [sample.response_length for sample in samples]),
+        known=known,
     )
     metrics = correction | result.metrics
     if result.skipped:
@@ -71,6 +77,18 @@ def update_on(
         selection = covariance_of(objective, table, result.logprobs, key)
     attach_selection(samples, selection)
     return selection.statistics | metrics
+
+
+def samples_with_gradient(objective: ObjectiveConfig, table: TokenTable, lengths: Sequence[int]) -> list[bool] | None:
+    """[samples]: whether any token of a sample can have a gradient; None: all can."""
+    tokens = tokens_with_gradient(objective, table.advantages, table.weights, table.selected)
+    return None if tokens is None else [bool(part.any()) for part in tokens.cpu().split(list(lengths))]
+
+
+def _known_scores(samples: Sequence[Sample], device: torch.device) -> Scores | None:
+    """What the policy's scores of the rollout say of these samples, while its weights are still the same."""
+    logprobs, entropies = _flat(samples, "policy_logprobs"), _flat(samples, "entropies")
+    return None if logprobs is None or entropies is None else Scores(logprobs.to(device), entropies.to(device))
 
 
 def covariance_of(

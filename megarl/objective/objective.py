@@ -233,6 +233,23 @@ def policy_loss(config: ObjectiveConfig, inputs: TokenInputs, *, key: tuple[int,
     return LossOutput(loss, sums, maxima)
 
 
+def tokens_with_gradient(
+    config: ObjectiveConfig, advantage: torch.Tensor, weight: torch.Tensor, selected: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Bool of the inputs' shape: where `policy_loss` can have a gradient. None: anywhere.
+
+    Without a bonus or penalty on every token only those with an advantage move the policy, and KL-Cov's `selected`.
+    """
+    penalised = config.reference_kl.coefficient > 0 and config.reference_kl.where == "loss"
+    selects_later = config.loss != "ppo" and config.covariance_scope == "microbatch"
+    if config.entropy_coefficient or penalised or selects_later:
+        return None
+    moved = advantage != 0
+    if config.loss == "kl_cov" and selected is not None:
+        moved = moved | selected
+    return moved & (weight != 0)
+
+
 def likelihood_loss(inputs: TokenInputs) -> LossOutput:
     """Negative log-likelihood of the demonstrated tokens, summed with their weights."""
     loss = -(inputs.logprob * inputs.weight).sum()

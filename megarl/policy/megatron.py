@@ -131,7 +131,7 @@ class MegatronPolicy:
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Log-probs at each sample's temperature and entropies at temperature 1, of all tokens of `samples`."""
-        batches, total = self._micro_batches(samples)
+        batches = self._micro_batches(samples, range(len(samples)))
         results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def keep(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -141,7 +141,7 @@ class MegatronPolicy:
 
         with torch.no_grad():
             self._run(batches, keep, forward_only=True)
-        flat = torch.zeros(2, total, dtype=torch.float32, device=self.device)
+        flat = torch.zeros(2, token_offsets(samples)[-1], dtype=torch.float32, device=self.device)
         if self.layout.speaks_for_its_data:
             for token_ids, logprobs, entropies in results:
                 flat[:, token_ids] = torch.stack([logprobs, entropies])
@@ -156,34 +156,42 @@ class MegatronPolicy:
         loss_function: Callable[[TokenInputs], LossOutput],
         *,
         entropy_gradient: bool = False,
+        moved: Sequence[bool] | None = None,
+        known: Scores | None = None,
     ) -> UpdateResult:
         """One optimizer update on the mini-batch `samples`: the loss is summed over all micro-batches and ranks.
 
-        `entropy_gradient` says whether the loss needs the gradient of the entropy (an entropy bonus).
+        `entropy_gradient` says whether the loss needs the gradient of the entropy (an entropy bonus). `moved`
+        [samples] says of which samples the loss has a gradient at all (None: of all). The others take no backward pass,
+        and no forward pass either where the current policy's scores of all tokens are `known`.
         An update with a non-finite loss or gradient is skipped; RuntimeError after `max_skipped_updates` in a row.
         """
-        batches, total = self._micro_batches(samples)
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        logprobs_seen = torch.zeros(total, dtype=torch.float32, device=self.device)
+        moving = [place for place in range(len(samples)) if moved is None or moved[place]]
+        still = [place for place in range(len(samples)) if moved is not None and not moved[place]]
+        logprobs_seen = torch.zeros(token_offsets(samples)[-1], dtype=torch.float32, device=self.device)
+
+        def report(token_ids: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor) -> LossOutput:
+            logprobs_seen[token_ids] = logprobs.detach()
+            return loss_function(_token_inputs(table, token_ids, logprobs, entropies))
 
         def loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             logprobs, entropies = self._head(micro_batch, hidden, entropy_gradient=entropy_gradient)
-            output = loss_function(_token_inputs(table, micro_batch.token_ids, logprobs, entropies))
-            logprobs_seen[micro_batch.token_ids] = logprobs.detach()
-            return output.loss, _one_token(), {"sums": output.sums, "maxima": output.maxima}
+            output = report(micro_batch.token_ids, logprobs, entropies)
+            return output.loss, _one_token(), {"output": output}
 
         for module in self.modules:
             module.zero_grad_buffer()
         assert self.optimizer is not None, "a policy without an optimizer only scores"
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
-        for output in self._run(batches, loss, forward_only=False):
-            for name, value in output["sums"].items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-            for name, value in output["maxima"].items():
-                maxima[name] = max(maxima.get(name, -math.inf), float(value))
-        metrics = self._over_all_ranks(sums, maxima)
+        reports = self._run(self._micro_batches(samples, moving), loss, forward_only=False)
+        with torch.no_grad():
+            if still and known is None:
+                reports += self._run(self._micro_batches(samples, still), loss, forward_only=True)
+            elif still and known is not None:
+                own = self._own_tokens(samples, still)
+                reports.append({"output": report(own, known.logprobs[own], known.entropies[own])})
+        metrics = self._over_all_ranks([entry["output"] for entry in reports])
         grad_norm, skipped = self._step(math.isfinite(metrics["policy/loss"]))
         metrics["policy/grad_norm"] = grad_norm
         metrics["policy/skipped_updates"] = float(skipped)
@@ -250,25 +258,34 @@ class MegatronPolicy:
         if self.layout.world_size > 1:
             dist.barrier()
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> tuple[list[MicroBatch], int]:
+    def _micro_batches(self, samples: Sequence[Sample], chosen: Sequence[int]) -> list[MicroBatch]:
+        """This rank's micro-batches of the `chosen` samples."""
         for sample in samples:
             if sample.total_length - 1 > self.shape.max_positions:
                 raise UserError(
                     f"prompt {sample.prompt.index} with its response has {sample.total_length} tokens; "
                     f"the model takes {self.shape.max_positions}"
                 )
-        offsets = token_offsets(samples)
-        mine = balance([sample.total_length for sample in samples], self.layout.data_size)[self.layout.data_rank]
-        batches = build_micro_batches(
+        return build_micro_batches(
             samples,
-            mine,
-            offsets,
+            self._share(samples, chosen),
+            token_offsets(samples),
             token_budget=self.config.micro_batch_tokens,
             length_multiple=self.layout.tensor_size if self._sequence_parallel else 1,
             count_multiple=self._count_multiple,
             device=self.device,
         )
-        return batches, offsets[-1]
+
+    def _share(self, samples: Sequence[Sample], chosen: Sequence[int]) -> list[int]:
+        """Which of the `chosen` samples this data-parallel rank takes."""
+        shares = balance([samples[place].total_length for place in chosen], self.layout.data_size)
+        return [chosen[order] for order in shares[self.layout.data_rank]]
+
+    def _own_tokens(self, samples: Sequence[Sample], chosen: Sequence[int]) -> torch.Tensor:
+        """[T] int64: places in the flat arrays of the tokens of this rank's share of the `chosen` samples."""
+        offsets = token_offsets(samples)
+        places = [torch.arange(offsets[i], offsets[i + 1]) for i in self._share(samples, chosen)]
+        return torch.cat([torch.arange(0), *places]).to(self.device)
 
     def _run(
         self,
@@ -321,9 +338,14 @@ class MegatronPolicy:
         logits = torch.nn.functional.linear(predicting, weight)
         return vocab_parallel_logprob_entropy(logits, micro_batch.targets, **common)
 
-    def _over_all_ranks(self, sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-        """Sums added and maxima taken over the ranks that speak for their data."""
-        own = (sums, maxima) if self.layout.speaks_for_its_data else ({}, {})
+    def _over_all_ranks(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        """Sums added and maxima taken over this rank's `outputs` and over the ranks that speak for their data."""
+        own: tuple[dict[str, float], dict[str, float]] = ({}, {})
+        for output in outputs if self.layout.speaks_for_its_data else ():
+            for name, value in output.sums.items():
+                own[0][name] = own[0].get(name, 0.0) + float(value)
+            for name, value in output.maxima.items():
+                own[1][name] = max(own[1].get(name, -math.inf), float(value))
         everyone: list[Any] = [own]
         if self.layout.world_size > 1:
             everyone = [None] * self.layout.world_size

@@ -64,10 +64,57 @@ def one_update(policy: Any, objective: Any) -> dict[str, Any]:
     }
 
 
-def updates_in_layout(
-    rank: int, world_size: int, folder: str, parallel: dict[str, Any], budgets: tuple[int, ...]
-) -> dict[tuple[str, int], dict[str, Any]]:
+def one_update_three_ways(policy_of: Any, objective: Any) -> list[dict[str, Any]]:
+    """Metrics, log-probs and gradients with a pass over every sample, without backward and without any pass over those
+    whose group agrees, which have no advantage."""
+    from functools import partial
+
+    from megarl.learn import attach_advantages, covariance_of, samples_with_gradient, token_table
+    from megarl.objective.objective import policy_loss
+
+    results = []
+    for way in ("all", "forward", "known"):
+        policy = policy_of()
+        samples = random_samples(16, group_size=4)
+        for order, sample in enumerate(samples):
+            sample.reward = float(sample.group % 2 and order % 2)
+        scores = policy.score(samples)
+        lengths = [sample.response_length for sample in samples]
+        away = torch.randn(len(scores.logprobs), generator=torch.Generator().manual_seed(5)) * 0.3
+        for sample, old in zip(samples, (scores.logprobs + away).split(lengths), strict=True):
+            sample.old_logprobs = old
+        attach_advantages(objective, samples)
+        table, _ = token_table(objective, samples, policy.device)
+        table.selected = covariance_of(objective, table, scores.logprobs, (1, 2, 3)).selected
+        moved = samples_with_gradient(objective, table, lengths)
+        assert moved is not None and True in moved and False in moved
+        result = policy.update(
+            samples,
+            table,
+            partial(policy_loss, objective, key=(1, 2, 3)),
+            moved=None if way == "all" else moved,
+            known=scores if way == "known" else None,
+        )
+        gradients = {name: grad.clone() for name, grad in policy.hf_tensors(attribute="main_grad")}
+        results.append({"metrics": result.metrics, "logprobs": result.logprobs, "gradients": gradients})
+    return results
+
+
+def updates_three_ways(
+    rank: int, world_size: int, folder: str, parallel: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
     from megarl.objective.objective import ObjectiveConfig
+
+    policy_of = policy_builder(folder, parallel)
+    names = ("ppo", "clip_cov", "kl_cov_k3")
+    return {
+        name: one_update_three_ways(lambda: policy_of(170), ObjectiveConfig(**OBJECTIVES[name] | {"advantage": "grpo"}))
+        for name in names
+    }
+
+
+def policy_builder(folder: str, parallel: dict[str, Any]) -> Any:
+    """A function from a token budget to a fresh policy."""
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
@@ -75,19 +122,27 @@ def updates_in_layout(
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
+    return lambda budget: MegatronPolicy(
+        folder,
+        read_model_shape(folder),
+        layout,
+        model=ModelConfig(path=folder),
+        parallel=config,
+        optimizer=OptimizerSection(learning_rate=1e-4, clip_gradient=0.0, distributed=False),
+        config=PolicyConfig(micro_batch_tokens=budget),
+    )
+
+
+def updates_in_layout(
+    rank: int, world_size: int, folder: str, parallel: dict[str, Any], budgets: tuple[int, ...]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    from megarl.objective.objective import ObjectiveConfig
+
+    policy_of = policy_builder(folder, parallel)
     results = {}
     for name, settings in OBJECTIVES.items():
         for budget in budgets:
-            policy = MegatronPolicy(
-                folder,
-                read_model_shape(folder),
-                layout,
-                model=ModelConfig(path=folder),
-                parallel=config,
-                optimizer=OptimizerSection(learning_rate=1e-4, clip_gradient=0.0, distributed=False),
-                config=PolicyConfig(micro_batch_tokens=budget),
-            )
-            results[name, budget] = one_update(policy, ObjectiveConfig(**settings))
+            results[name, budget] = one_update(policy_of(budget), ObjectiveConfig(**settings))
     return results
 
 
@@ -128,3 +183,15 @@ def test_the_layout_over_ranks_changes_nothing(folder: str, uncut: dict[Any, dic
     for results in run_ranks(updates_in_layout, world_size, folder, parallel, (170, ONE_SEQUENCE_EACH)):
         for (objective, budget), result in results.items():
             check_same(result, uncut[objective, BUDGETS[0]], (layout, objective, budget))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_without_a_gradient_need_no_pass(folder: str, layout: str) -> None:
+    parallel, world_size = LAYOUTS[layout]
+    for results in run_ranks(updates_three_ways, world_size, folder, parallel):
+        for objective, (expected, *others) in results.items():
+            for result in others:
+                torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=1e-5, atol=1e-6)
+                assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-6, abs=1e-6), objective
+                for name, gradient in expected["gradients"].items():
+                    torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-5, atol=1e-6)

@@ -126,7 +126,7 @@ def response_logits(policy: Any, samples: Any) -> torch.Tensor | None:
     """[N, vocabulary] logits at all response positions in sample order, on ranks of the last stage without DP."""
     from megarl.policy.mcore import tensor_parallel
 
-    batches, total = policy._micro_batches(samples)
+    batches = policy._micro_batches(samples, range(len(samples)))
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(micro_batch: Any, hidden: torch.Tensor) -> Any:
@@ -141,7 +141,7 @@ def response_logits(policy: Any, samples: Any) -> torch.Tensor | None:
         policy._run(batches, keep, forward_only=True)
     if not policy.layout.is_last_stage or policy.layout.data_size > 1:
         return None
-    logits = torch.zeros(total, policy.shape.vocabulary)
+    logits = torch.zeros(sum(sample.response_length for sample in samples), policy.shape.vocabulary)
     for token_ids, values in found:
         logits[token_ids] = values[:, : policy.shape.vocabulary]
     return logits
