@@ -19,6 +19,7 @@ from megarl.policy.optimizer import OptimizerSection
 from megarl.policy.parallel import ParallelConfig
 from megarl.reward.config import RewardConfig, RewardRule
 from megarl.rollout.config import RolloutConfig
+from megarl.yaml_file import read_mapping
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -115,6 +116,21 @@ class RunConfig(BaseModel):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
+    def check_groups(self) -> None:
+        """Nothing, or a UserError: groups of one sample from which this run could learn nothing."""
+        if self.rollout.samples_per_prompt > 1:
+            return
+        if self.loop.filter_groups:
+            raise UserError(
+                "loop.filter_groups = true drops every group of rollout.samples_per_prompt = 1, as its rewards are all "
+                "the same; set it to false or sample at least 2"
+            )
+        if self.objective.advantage != "reinforce_plus_plus":
+            raise UserError(
+                f"objective.advantage = {self.objective.advantage} compares the samples of a prompt and is 0 for "
+                "rollout.samples_per_prompt = 1; sample at least 2 or use reinforce_plus_plus"
+            )
+
 
 class SftSection(BaseModel):
     """Supervised training on demonstrations."""
@@ -143,17 +159,10 @@ class SftConfig(BaseModel):
 def load_config(path: str | Path, overrides: Sequence[str], kind: type[Config]) -> Config:
     """The checked config of a YAML file with `section.key=value` overrides (values are read as YAML).
 
-    Raises UserError: a missing file, broken YAML, an unknown key, a value of a wrong type or out of range.
+    Raises UserError: a missing file, broken YAML, a key set twice or unknown, a value of a wrong type or out of range.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"config file {path} does not exist")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: the top level must hold sections ({', '.join(kind.model_fields)})")
+    tree = read_mapping(path, "config", kind.model_fields)
     for override in overrides:
         _apply_override(tree, override)
     try:

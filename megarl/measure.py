@@ -41,12 +41,13 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
 def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
     """Eq. 8 before an update, averaged over the step's groups and, by the group's accuracy, over those of each eighth.
 
-    `samples` have their old log-probs and advantages. Groups of one response have no covariance.
+    `samples` have their advantages and the log-probs of the policy that is about to be updated. Groups of one response
+    have no covariance.
     """
     logprobs, advantages = [], []
     for sample in samples:
-        assert sample.old_logprobs is not None and sample.advantages is not None
-        logprobs.append(float(sample.old_logprobs.double().mean()))
+        assert sample.policy_logprobs is not None and sample.advantages is not None
+        logprobs.append(float(sample.policy_logprobs.double().mean()))
         advantages.append(float(sample.advantages.double().mean()))
     found = group_covariance(logprobs, advantages, [sample.group for sample in samples])
     if not len(found.groups):

@@ -124,6 +124,8 @@ class Session:
     @classmethod
     def start(cls, config: RunConfig, *, trains: bool = True) -> Session:
         """A session with all inputs checked before any process group or model exists; collective over the job."""
+        if trains:
+            config.check_groups()
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
         tokenizer = load_tokenizer(config.model.path)

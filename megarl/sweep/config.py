@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megarl.config import RunConfig, one_line
 from megarl.errors import UserError
+from megarl.yaml_file import read_mapping
 
 Tree = dict[str, Any]
 NAME = r"^[A-Za-z0-9_.+-]+$"
@@ -117,14 +117,7 @@ class Member:
 def load_sweep(path: str | Path, folder: str | None = None) -> SweepConfig:
     """The checked sweep of a YAML file, in another folder if one is given. Raises UserError: as for a run config."""
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"sweep file {path} does not exist")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: the top level must hold sections ({', '.join(SweepConfig.model_fields)})")
+    tree = read_mapping(path, "sweep", SweepConfig.model_fields)
     if folder is not None:
         tree["folder"] = folder
     try:

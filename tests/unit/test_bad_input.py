@@ -79,6 +79,7 @@ def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
         ("parallel.timeout_minutes=.inf", ["parallel.timeout_minutes", "finite"]),
         ("optimizer.learning_rate=.inf", ["optimizer.learning_rate", "finite"]),
         ("optimizer={schedule: linear, min_learning_rate: 1.0}", ["min_learning_rate = 1.0", "learning_rate = 1e-06"]),
+        ("rollout.samples_per_prompt=1", ["loop.filter_groups", "samples_per_prompt = 1"]),
         ("optimizer.min_learning_rate=1e-7", ["min_learning_rate = 1e-07", "schedule"]),
     ],
 )
@@ -109,6 +110,13 @@ def test_a_config_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         main([str(tmp_path / "latin.yaml")])
     assert "latin.yaml is not valid YAML" in capsys.readouterr().err
+
+
+def test_a_key_that_is_set_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "twice.yaml").write_text("loop: {steps: 3}\nrun:\n  seed: 1\n  folder: a\n  seed: 2\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "twice.yaml")])
+    assert "key seed stands in line 3 and again in line 5" in capsys.readouterr().err
 
 
 def test_an_evaluation_of_nothing_is_refused(

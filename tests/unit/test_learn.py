@@ -72,12 +72,12 @@ def test_group_covariance_is_averaged_and_told_by_accuracy() -> None:
     rewards = [1, 0, 0, 0, 0, 0, 0, 0] + [1] * 4 + [0] * 4 + [1] * 8
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = float(reward)
-        sample.old_logprobs = torch.tensor(-generator.exponential(size=sample.response_length))
+        sample.policy_logprobs = torch.tensor(-generator.exponential(size=sample.response_length))
         sample.advantages = torch.full((sample.response_length,), float(generator.normal()) if reward != 1 else 1.0)
     expected = []
     for start in (0, 8, 16):
         group = samples[start : start + 8]
-        logprob = np.array([float(s.old_logprobs.mean()) for s in group])
+        logprob = np.array([float(s.policy_logprobs.mean()) for s in group])
         advantage = np.array([float(s.advantages[0]) for s in group])
         expected.append(np.cov(logprob, np.exp(logprob) * advantage)[0, 1])
     metrics = measure_group_covariance(samples)
