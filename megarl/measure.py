@@ -6,6 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
+
 from megarl.data.samples import Sample
 from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
 from megarl.law.theory import group_covariance
@@ -44,11 +46,8 @@ def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
     `samples` have their advantages and the log-probs of the policy that is about to be updated. Groups of one response
     have no covariance.
     """
-    logprobs, advantages = [], []
-    for sample in samples:
-        assert sample.policy_logprobs is not None and sample.advantages is not None
-        logprobs.append(float(sample.policy_logprobs.double().mean()))
-        advantages.append(float(sample.advantages.double().mean()))
+    logprobs = _response_means([sample.policy_logprobs for sample in samples])
+    advantages = _response_means([sample.advantages for sample in samples])
     found = group_covariance(logprobs, advantages, [sample.group for sample in samples])
     if not len(found.groups):
         return {}
@@ -68,3 +67,13 @@ def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
         f"covariance/group_accuracy_{100 * accuracy:g}%": statistics.fmean(values)
         for accuracy, values in sorted(by_accuracy.items())
     }
+
+
+def _response_means(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """[responses] fp64: each response's mean over its tokens."""
+    pieces = [piece for piece in values if piece is not None]
+    assert len(pieces) == len(values), "the samples are not scored"
+    lengths = torch.tensor([len(piece) for piece in pieces])
+    of_response = torch.arange(len(pieces)).repeat_interleave(lengths)
+    sums = torch.zeros(len(pieces), dtype=torch.float64).index_add_(0, of_response, torch.cat(pieces).double())
+    return sums / lengths

@@ -7,6 +7,7 @@ newest checkpoint; SIGTERM and SIGUSR1 save and end the run.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,8 @@ def train(session: Session, stop: StopRequest) -> None:
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
         logger.warning(warning)
     state, rollouts = session.state, session.rollouts
+    gc.collect()
+    gc.freeze()  # the libraries' and the model's objects stay: searching them again takes half a second each time
     try:
         for step in range(state.step, config.loop.steps + 1):
             state = session.state_before(step, state.law_points)

@@ -38,6 +38,8 @@ def sampling_logprobs(sample: Sample, version: int) -> torch.Tensor:
     Tokens of the present weights, `version`, take the policy's (exact); of older weights only the engine's are left.
     """
     assert sample.policy_logprobs is not None
+    if sample.weight_version == version and not sample.version_segments:
+        return sample.policy_logprobs
     engine = torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
     return torch.where(token_versions(sample) == version, sample.policy_logprobs, engine)
 
