@@ -21,6 +21,7 @@ from megarl.policy.mcore import (
     get_num_layers_to_build,
     parallel_state,
 )
+from megarl.policy.norm import RMSNorm
 from megarl.policy.parallel import ParallelConfig
 from megarl.policy.rope import Rope, read_rope
 
@@ -72,14 +73,6 @@ class ModelShape:
             "rope_type": self.rope.kind,
             "rope_base": self.rope.base,
         }
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor, marked for the gradient sum that sequence parallelism needs."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PolicyModel(GPTModel):
