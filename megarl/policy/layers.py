@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from megarl.policy.precision import LayerModules, PrecisionConfig
 class Layers:
     """One kind of layer modules."""
 
-    spec: Callable[[TransformerConfig], Any]  # Megarl's layer specification for a config
+    spec: Callable[[TransformerConfig], Any]  # Megatron's layer specification for a config
     norm: Any  # class of the norm after the last layer
     packed: bool  # whether attention takes packed sequences; else right-padded ones
     options: dict[str, Any]  # the fields of TransformerConfig that go with them
@@ -69,7 +70,8 @@ def transformer_engine_layers(precision: PrecisionConfig) -> Layers:
     """Transformer Engine's modules: fused norms, attention over packed sequences and context-parallel ranks, FP8."""
     norm, spec = transformer_engine_norm_and_spec()
     options: dict[str, Any] = {
-        "gradient_accumulation_fusion": True,
+        # Transformer Engine has it built in, but Megatron's own output layer asks for apex's kernel.
+        "gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
         "masked_softmax_fusion": True,

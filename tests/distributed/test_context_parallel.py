@@ -1,7 +1,7 @@
 """Packed sequences, and context-parallel ranks that each hold slices of them, train as padded ones on one rank do.
 
 Attention over packed sequences is Transformer Engine's on a GPU. Here tests/packed_attention.py takes its place; all
-else is what runs on a GPU: packing, slices, Megarl's head and losses, Megatron's rotary embedding and reductions.
+else is what runs on a GPU: packing, slices, megarl's head and losses, Megatron's rotary embedding and reductions.
 """
 
 from __future__ import annotations

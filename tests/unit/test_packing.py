@@ -157,8 +157,8 @@ def test_a_row_by_hand() -> None:
     assert isinstance(row.temperature, torch.Tensor) and row.temperature.tolist() == [2.0] * 4 + [1.0] * 2
     (late,) = built(samples, rule(2, rank=0), 100)
     assert late.packed is not None and late.packed.boundaries.tolist() == [0, 4, 8]
-    assert late.input_ids.tolist() == [[5, 8, 1, 0]]  # positions 0 and 3 of each
-    assert late.predicting.tolist() == [0, 1] and late.targets.tolist() == [6, 9] and late.token_ids.tolist() == [2, 5]
+    assert late.input_ids.tolist() == [[1, 0, 5, 8]]  # positions 0 and 3 of each; alike in length, in their order
+    assert late.predicting.tolist() == [2, 3] and late.targets.tolist() == [6, 9] and late.token_ids.tolist() == [2, 5]
 
 
 @given(
