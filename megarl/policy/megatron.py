@@ -22,19 +22,23 @@ from megarl.objective.objective import LossOutput, TokenInputs
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
 from megarl.policy.hf_folder import HfFolderWriter, TensorSpec
 from megarl.policy.hf_weights import expected_tensors, gather_hf_tensors, hf_tensor_shapes, load_hf_weights
+from megarl.policy.layers import layers_of
 from megarl.policy.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronOptimizer,
+    PackedSeqParams,
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
     tensor_parallel,
 )
-from megarl.policy.micro_batch import MicroBatch, build_micro_batches, token_offsets
+from megarl.policy.micro_batch import MicroBatch, PackedRow, build_micro_batches, token_offsets
 from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks, in_half_precision, unwrapped
 from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule
+from megarl.policy.packing import PackingRule, build_packed_micro_batches
 from megarl.policy.parallel import Layout, ParallelConfig
+from megarl.policy.precision import PrecisionConfig, layer_modules
 
 
 class PolicyConfig(BaseModel):
@@ -45,7 +49,7 @@ class PolicyConfig(BaseModel):
     micro_batch_tokens: int = Field(
         16384,
         ge=1,
-        description="Padded tokens per micro-batch of a rank; a longer sequence gets its own.",
+        description="Tokens per micro-batch of a rank, padding included; a longer sequence gets its own.",
     )
     head: Literal["logits", "hidden"] = Field(
         "logits",
@@ -94,24 +98,31 @@ class MegatronPolicy:
         *,
         model: ModelConfig,
         parallel: ParallelConfig,
+        precision: PrecisionConfig,
         optimizer: OptimizerSection | None,
         config: PolicyConfig,
         total_updates: int = 1,
     ) -> None:
         """Loads the weights of the HF `folder`. Without an `optimizer` the policy only scores."""
         self.shape, self.layout, self.config, self.folder = shape, layout, config, Path(folder)
-        self.megatron_config, self.chunks = build_model_chunks(shape, model, parallel)
+        self.megatron_config, self.chunks = build_model_chunks(shape, model, parallel, precision)
         load_hf_weights(folder, self.chunks, shape, layout)
         self.modules: list[Any] = in_half_precision(self.megatron_config, self.chunks)
         self.device = next(self.chunks[0].parameters()).device
         self._sequence_parallel = parallel.sequence
+        self._packing = self._packing_rule(parallel, precision)
         self._count_multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         self.optimizer: MegatronOptimizer | None = None
         if optimizer is not None:
             self._build_training(optimizer, total_updates)
 
+    def _packing_rule(self, parallel: ParallelConfig, precision: PrecisionConfig) -> PackingRule | None:
+        """How sequences are packed where the layers take packed ones."""
+        layers = layers_of(layer_modules(precision, cuda=self.device.type == "cuda"), precision)
+        return PackingRule.of(parallel, precision, self.layout.context_rank) if layers.packed else None
+
     def _build_training(self, section: OptimizerSection, total_updates: int) -> None:
-        distributed = section.distributed and self.layout.data_size > 1
+        distributed = section.distributed and self.layout.data_size * self.layout.context_size > 1
         self.modules = [
             DistributedDataParallel(
                 self.megatron_config,
@@ -266,15 +277,16 @@ class MegatronPolicy:
                     f"prompt {sample.prompt.index} with its response has {sample.total_length} tokens; "
                     f"the model takes {self.shape.max_positions}"
                 )
-        return build_micro_batches(
-            samples,
-            self._share(samples, chosen),
-            token_offsets(samples),
-            token_budget=self.config.micro_batch_tokens,
-            length_multiple=self.layout.tensor_size if self._sequence_parallel else 1,
-            count_multiple=self._count_multiple,
-            device=self.device,
-        )
+        mine, offsets = self._share(samples, chosen), token_offsets(samples)
+        common: dict[str, Any] = {
+            "token_budget": self.config.micro_batch_tokens,
+            "count_multiple": self._count_multiple,
+            "device": self.device,
+        }
+        if self._packing is not None:
+            return build_packed_micro_batches(samples, mine, offsets, rule=self._packing, **common)
+        multiple = self.layout.tensor_size if self._sequence_parallel else 1
+        return build_micro_batches(samples, mine, offsets, length_multiple=multiple, **common)
 
     def _share(self, samples: Sequence[Sample], chosen: Sequence[int]) -> list[int]:
         """Which of the `chosen` samples this data-parallel rank takes."""
@@ -282,10 +294,10 @@ class MegatronPolicy:
         return [chosen[order] for order in shares[self.layout.data_rank]]
 
     def _own_tokens(self, samples: Sequence[Sample], chosen: Sequence[int]) -> torch.Tensor:
-        """[T] int64: places in the flat arrays of the tokens of this rank's share of the `chosen` samples."""
+        """[T] int64: places in the flat arrays of the `chosen` samples' tokens that this rank alone speaks for."""
         offsets = token_offsets(samples)
-        places = [torch.arange(offsets[i], offsets[i + 1]) for i in self._share(samples, chosen)]
-        return torch.cat([torch.arange(0), *places]).to(self.device)
+        share = self._share(samples, chosen) if self.layout.context_rank == 0 else []
+        return torch.cat([torch.arange(0), *(torch.arange(offsets[i], offsets[i + 1]) for i in share)]).to(self.device)
 
     def _run(
         self,
@@ -298,7 +310,9 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)
-            options = {"fp32_output": False} if self.megatron_config.bf16 else {}
+            options: dict[str, Any] = {"fp32_output": False} if self.megatron_config.bf16 else {}
+            if micro_batch.packed is not None:
+                options["packed_seq_params"] = _packed_sequences(micro_batch.packed)
             hidden = module(micro_batch.input_ids, micro_batch.position_ids, None, **options)
             return hidden, functools.partial(on_last_stage, micro_batch)
 
@@ -358,6 +372,19 @@ class MegatronPolicy:
             for name, value in rank_maxima.items():
                 result[name] = max(result.get(name, -math.inf), value)
         return result
+
+
+def _packed_sequences(row: PackedRow) -> PackedSeqParams:
+    """What attention must know of a packed row. Padding belongs to its sequence, so both kinds of bounds are alike."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=row.boundaries,
+        cu_seqlens_kv=row.boundaries,
+        cu_seqlens_q_padded=row.boundaries,
+        cu_seqlens_kv_padded=row.boundaries,
+        max_seqlen_q=row.longest,
+        max_seqlen_kv=row.longest,
+    )
 
 
 def _one_token() -> torch.Tensor:

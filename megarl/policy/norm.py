@@ -14,7 +14,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with Megatron's constructor, marked for the gradient sum that sequence parallelism needs."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,7 @@ def policy_builder(folder: str, parallel: dict[str, Any]) -> Any:
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -128,6 +129,7 @@ def policy_builder(folder: str, parallel: dict[str, Any]) -> Any:
         layout,
         model=ModelConfig(path=folder),
         parallel=config,
+        precision=PrecisionConfig(),
         optimizer=OptimizerSection(learning_rate=1e-4, clip_gradient=0.0, distributed=False),
         config=PolicyConfig(micro_batch_tokens=budget),
     )

@@ -79,6 +79,7 @@ def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: di
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -93,6 +94,7 @@ def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: di
             layout,
             model=ModelConfig(path=folder),
             parallel=config,
+            precision=PrecisionConfig(),
             optimizer=OptimizerSection(**OPTIMIZER),
             config=PolicyConfig(micro_batch_tokens=40),
             total_updates=100,
@@ -139,7 +141,7 @@ def response_logits(policy: Any, samples: Any) -> torch.Tensor | None:
 
     with torch.no_grad():
         policy._run(batches, keep, forward_only=True)
-    if not policy.layout.is_last_stage or policy.layout.data_size > 1:
+    if not policy.layout.is_last_stage or policy.layout.data_size > 1 or policy.layout.context_size > 1:
         return None
     logits = torch.zeros(sum(sample.response_length for sample in samples), policy.shape.vocabulary)
     for token_ids, values in found:
