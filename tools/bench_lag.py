@@ -34,7 +34,7 @@ TRAINER_CORE, SERVER_CORE = 0, 1
 
 
 def config_tree(folder: Path, model: Path, url: str, lag: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A run of GRPO on generated sums; the reward decides nothing here."""
+    """A run of GRPO on generated sums. An untrained model gets no reward: a trace of an entropy bonus makes it train."""
     return {
         "run": {"folder": str(folder / f"lag_{lag}")},
         "loop": {
@@ -48,6 +48,7 @@ def config_tree(folder: Path, model: Path, url: str, lag: int, options: argparse
         "data": {"files": [str(folder / "data" / "train.parquet")], "chat_template": False, "max_prompt_length": 32},
         # Small, so that response lengths do not drift.
         "optimizer": {"learning_rate": 1e-6},
+        "objective": {"entropy_coefficient": 1e-6},
         "policy": {"micro_batch_tokens": 4096},
         "rollout": {
             "engine": "sglang",

@@ -12,12 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 
+# What most tests' ranks import: a server process imports it once and is forked for each rank.
+SHARED_IMPORTS = [
+    "megarl.learn",
+    "megarl.session",
+    "megarl.policy.convert",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "llama", "mistral")),
+]
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """What `function(rank, world_size, *args)` returned on each rank of a fresh gloo job, by rank.
 
     The first rank that fails raises here with its traceback; after `timeout` seconds TimeoutError. No process is left.
+    Ranks see the environment that the first call of this process saw.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(SHARED_IMPORTS)
     results = context.SimpleQueue()
     port = _free_port()
     processes = [
