@@ -19,7 +19,7 @@ import torch.multiprocessing
 
 from megarl.errors import UserError
 from megarl.policy.checkpoint import files, megatron_format
-from megarl.policy.checkpoint.digest import copied, local_digest, total_digest
+from megarl.policy.checkpoint.digest import copied, local_digest, shards_of, total_digest
 from megarl.policy.checkpoint.files import HF_SIDE_FILES, DamagedCheckpoint, FileRecord, Manifest
 from megarl.policy.hf_folder import DEFAULT_SHARD_BYTES, HfFolderWriter, TensorSpec, copy_side_files
 from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights, model_rules
@@ -113,7 +113,7 @@ def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, layout: Layout,
     dist.barrier()
     part = files.part_of(out)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        share = pool.submit(local_digest, copied(state))  # the processor works while the disk does
+        share = pool.submit(local_digest, shards_of(copied(state)))  # the processor works while the disk does
         write, conclude = megatron_format.prepare_save(state, part, None, copies=False)
         write()
         own = files.record_files(part, part.glob(f"__{layout.rank}_*"))

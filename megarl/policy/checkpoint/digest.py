@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.policy.mcore import ShardedTensor, apply_factories, is_main_replica, nested_values
-
-_BLOCK = 1 << 19  # elements that are widened to 64 bits at a time
 
 
 def digest(state: dict[str, Any]) -> dict[str, str]:
@@ -20,17 +21,38 @@ def digest(state: dict[str, Any]) -> dict[str, str]:
     element at row r and column c of its global tensor: the sum of b (h(r) + g(c)), times a hash of the tensor's name,
     modulo 2**64. Vocabulary padding is zero and so has no part in it. Reduces over the job; `state` is used up.
     """
-    return total_digest(local_digest(state))
+    return total_digest(local_digest(shards_of(state)))
 
 
-def local_digest(state: dict[str, Any]) -> dict[str, int]:
-    """This rank's share of the digest, by kind; `state` is used up."""
+@dataclass(frozen=True)
+class Shard:
+    """A part of a global tensor, and where it lies in it."""
+
+    key: str
+    tensor: torch.Tensor
+    stacked: tuple[int, ...]  # places on the leading axes that the local tensor lacks: its layer among stacked layers
+    row: int
+    column: int
+
+
+def shards_of(state: dict[str, Any]) -> list[Shard]:
+    """What this rank digests, as it lies now: a save may change how `state` describes its tensors. It is used up."""
     apply_factories(state)
-    sums: dict[str, int] = {}
+    shards = []
     for entry in nested_values(state):
         if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
-            kind = _kind(entry.key)
-            sums[kind] = sums.get(kind, 0) + _shard_digest(entry)
+            axes = entry.prepend_axis_num
+            row, column = (*entry.global_offset[axes:], 0, 0)[:2]
+            shards.append(Shard(entry.key, entry.data, tuple(entry.global_offset[:axes]), row, column))
+    return shards
+
+
+def local_digest(shards: Sequence[Shard]) -> dict[str, int]:
+    """This rank's share of the digest, by kind."""
+    sums: dict[str, int] = {}
+    for shard in shards:
+        kind = _kind(shard.key)
+        sums[kind] = sums.get(kind, 0) + _shard_digest(shard)
     return sums
 
 
@@ -57,22 +79,20 @@ def _kind(key: str) -> str:
 
 
 @torch.no_grad()
-def _shard_digest(shard: ShardedTensor) -> int:
-    stacked = shard.prepend_axis_num  # leading axes that the local tensor lacks: its layer among the stacked layers
-    row, column = (*shard.global_offset[stacked:], 0, 0)[:2]
-    bits = _bits(shard.data)
-    rows = _scrambled(torch.arange(bits.shape[0], device=bits.device) + row)
-    column_sums = torch.zeros(bits.shape[1], dtype=torch.int64, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    block = max(1, _BLOCK // max(1, bits.shape[1]))
-    for start in range(0, len(bits), block):
-        part = bits[start : start + block].long()
-        total += part.sum(1) @ rows[start : start + block]
-        column_sums += part.sum(0)
-    columns = _scrambled(torch.arange(bits.shape[1], device=bits.device) + column + (1 << 40))
-    total += column_sums @ columns
-    name = zlib.crc32(f"{shard.key} {tuple(shard.global_offset[:stacked])}".encode())
+def _shard_digest(shard: Shard) -> int:
+    bits = _bits(shard.tensor)
+    rows = _scrambled(torch.arange(bits.shape[0], device=bits.device) + shard.row)
+    columns = _scrambled(torch.arange(bits.shape[1], device=bits.device) + shard.column + (1 << 40))
+    total = _sums(bits, 1) @ rows + _sums(bits, 0) @ columns
+    name = zlib.crc32(f"{shard.key} {shard.stacked}".encode())
     return int(total) * int(_scrambled(torch.tensor(name)))
+
+
+def _sums(bits: torch.Tensor, axis: int) -> torch.Tensor:
+    """int64 sums of [rows, columns] integers over one axis; they wrap."""
+    if bits.device.type == "cpu":  # numpy widens as it adds, torch would make a copy of four times the size
+        return torch.from_numpy(np.asarray(bits.numpy().sum(axis, dtype=np.int64)))
+    return bits.sum(axis, dtype=torch.int64)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
