@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.errors import exits_cleanly_on_user_error
-from megarl.law.printing import print_scaling
+from megarl.law.printing import print_scaling, print_table
 from megarl.report.page import build, scaling_of, statements
 from megarl.sweep.collect import Collected, coefficient_rows, collect, write_results
 from megarl.sweep.config import Member, SweepConfig, load_sweep, members_of
@@ -45,7 +44,7 @@ def status(members: list[Member]) -> int:
     table = Table("member", "state", "last step", "of")
     for member in members:
         table.add_row(member.name, state_of(member), str(last_step(member.folder)), str(member.config.loop.steps))
-    Console().print(table)
+    print_table(table)
     return 0
 
 
@@ -101,7 +100,7 @@ def print_coefficients(collected: Collected) -> None:
             "-" if row["ahead_low"] is None else rf"\[{row['ahead_low']:.3f}, {row['ahead_high']:.3f}]",
             {True: "yes", False: "no", None: "-"}[row["holds"]],
         )
-    Console(width=max(Console().width, 150)).print(table)
+    print_table(table)
 
 
 def _with_width(row: dict[str, Any], name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.law.fit import LawFit, fit_law
-from megarl.law.points import LawPoints, read_law_points
+from megarl.law.points import LawPoints, read_run_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def read_run(folder: str | Path, evaluation_set: str | None = None) -> RunCurves
         accuracy_stderr=[record.get(f"{prefix}/accuracy_stderr") or 0.0 for record in evaluated],
         pass_at_k=passed,
         evaluation_entropy=evaluated[-1].get(f"{prefix}/entropy"),
-        law=read_law_points(folder / "law.csv"),
+        law=read_run_points(folder),
     )
 
 

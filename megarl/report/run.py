@@ -12,7 +12,7 @@ import yaml
 from megarl.errors import UserError
 from megarl.law.fit import LawFit, fit_law
 from megarl.law.forecast import Forecast, RunForecast, forecast, forecast_run, points_in_fraction
-from megarl.law.points import LawPoints, read_law_points
+from megarl.law.points import LawPoints, read_run_points
 from megarl.law.runs import Series, read_metrics, read_run_config, series_of
 from megarl.law.theory import Correlation, series_correlation
 
@@ -88,7 +88,7 @@ def read_report_run(folder: str | Path, name: str, evaluation_set: str | None = 
     if not series["entropy"]:
         raise UserError(f"{folder / 'metrics.jsonl'} holds no entropy/seq_mean")
     accuracy = series_of(records, f"eval/{first}/accuracy")
-    points = _points(folder / "law.csv", series["entropy"], accuracy, of_first_set=evaluation_set is None)
+    points = _points(folder, series["entropy"], accuracy, of_first_set=evaluation_set is None)
     fit, why = _fit(points)
     return ReportRun(
         name=name,
@@ -128,10 +128,11 @@ def _first_set(config: dict[str, Any], found: set[str]) -> str:
     return next((name for name in sets if name in found), min(found, default=""))
 
 
-def _points(path: Path, entropy: Series, accuracy: Series, *, of_first_set: bool) -> LawPoints:
+def _points(folder: Path, entropy: Series, accuracy: Series, *, of_first_set: bool) -> LawPoints:
     """The run's law.csv, which is of its first evaluation set; another set's points come from the metrics."""
+    path = folder / "law.csv"
     if of_first_set and path.is_file() and len(path.read_text(encoding="utf-8").split()) > 1:
-        return read_law_points(path)
+        return read_run_points(folder)
     steps = sorted(step for step in accuracy if step in entropy)
     return LawPoints(
         steps=[float(step) for step in steps],
