@@ -58,10 +58,15 @@ def read_run_series(folder: Path, names: Iterable[str]) -> dict[str, Series]:
 def read_run_config(folder: Path) -> dict[str, Any]:
     """The run's resolved config as plain values; empty where the folder has none."""
     path = folder / "config.yaml"
-    if not path.is_file():
-        return {}
+    return read_yaml(path) if path.is_file() else {}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file that a program wrote. Raises UserError: it does not hold one."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} does not hold a mapping")
+    return tree
