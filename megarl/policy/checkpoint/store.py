@@ -166,6 +166,8 @@ class Checkpoints:
         """(what is wrong, None) or ("", manifest); each rank checks the content of some files."""
         try:
             manifest = files.read_manifest(folder)
+            if folder != files.step_folder(self.root, manifest.step):
+                raise DamagedCheckpoint(f"{files.MANIFEST} is of step {manifest.step}: the folder has another's name")
             names = sorted(manifest.files)[self._rank :: self._ranks]
             problems = files.file_problems(folder, manifest.files, names)
         except DamagedCheckpoint as error:
