@@ -136,6 +136,8 @@ def config_changes(saved: dict[str, Any], config: BaseModel) -> list[tuple[str, 
 def _why_harmless(key: str, current: dict[str, Any]) -> str | None:
     if key in LENGTH and current.get("optimizer", {}).get("schedule") in DECAYING:
         return None  # the learning rate's decay ends with the run: another length is another schedule
+    if key == "model.path" and current.get("objective", {}).get("reference_kl", {}).get("coefficient"):
+        return None  # the reference policy comes from there
     return next((reason for pattern, reason in HARMLESS.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

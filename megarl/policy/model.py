@@ -25,7 +25,9 @@ from megarl.policy.parallel import ParallelConfig
 from megarl.policy.precision import PrecisionConfig, layer_modules
 from megarl.policy.rope import Rope, read_rope
 
-SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
 
 
 class ModelConfig(BaseModel):
@@ -71,6 +73,7 @@ class ModelShape:
             **sizes,
             "rope_type": self.rope.kind,
             "rope_base": self.rope.base,
+            "rope_scaling": self.rope.fingerprint(),
         }
 
 

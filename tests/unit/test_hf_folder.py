@@ -148,6 +148,15 @@ def test_a_lost_index_is_told_from_lost_weights(model: Path) -> None:
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 must be at least 1"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads = -2 must be at least 1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta = 0 of the rope parameters must be",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}},
+            "factor = '2' of the rope parameters must be a positive number",
+        ),
         ({"vocab_size": 0}, "vocab_size = 0 must be at least 1"),
         ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers = 0 must be at least 1"),
     ],

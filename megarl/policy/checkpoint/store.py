@@ -260,7 +260,6 @@ class Checkpoints:
 def check_model(manifest: Manifest, shape: ModelShape, folder: Path) -> None:
     """Nothing, or a UserError naming the first property in which the checkpoint's model is another one."""
     for name, value in shape.identity().items():
-        if manifest.model.get(name) != value:
-            raise UserError(
-                f"{folder} holds a model with {name} = {manifest.model.get(name)}, but model.path has {value}"
-            )
+        saved = manifest.model.get(name, value)  # an earlier version wrote fewer properties
+        if saved != value:
+            raise UserError(f"{folder} holds a model with {name} = {saved}, but model.path has {value}")
