@@ -101,6 +101,22 @@ def check_earlier_run(folder: Path, kind: str, config: BaseModel, shape: ModelSh
 
 def compare_configs(folder: Path, saved: dict[str, Any], config: BaseModel) -> None:
     """Nothing; says which harmless keys changed. Raises UserError naming keys, old and new value where it matters."""
+    refused = []
+    for key, change, reason in config_changes(saved, config):
+        if reason is None:
+            refused.append((key, change))
+        else:
+            logger.warning("resuming with a changed config: %s (%s)", change, reason)
+    if refused:
+        raise UserError(
+            f"run.folder = {folder} holds a run with another config: {'; '.join(change for _, change in refused)}. Set "
+            "it back, choose another folder, start over with run.overwrite=true, or take it as it is with "
+            f"checkpoint.accept_changes=[{', '.join(key for key, _ in refused)}]"
+        )
+
+
+def config_changes(saved: dict[str, Any], config: BaseModel) -> list[tuple[str, str, str | None]]:
+    """(key, the change in words, why it is harmless or None) of each key in which two configs differ."""
     try:
         saved = type(config).model_validate(saved).model_dump(mode="json")  # keys that are new since then: defaults
     except ValidationError:
@@ -108,27 +124,20 @@ def compare_configs(folder: Path, saved: dict[str, Any], config: BaseModel) -> N
     current = config.model_dump(mode="json")
     old, new = _flat(saved), _flat(current)
     accepted = current.get("checkpoint", {}).get("accept_changes", [])
-    refused = []
+    found = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
-            continue
-        change = f"{key} = {_shown(old, key)} became {_shown(new, key)}"
-        reason = _why_harmless(key, current)
-        if reason is None and key not in accepted:
-            refused.append(change)
-        else:
-            logger.warning("resuming with a changed config: %s (%s)", change, reason or "accepted by the config")
-    if refused:
-        keys = ", ".join(change.split(" = ")[0] for change in refused)
-        raise UserError(
-            f"run.folder = {folder} holds a run with another config: {'; '.join(refused)}. Set it back, choose another "
-            f"folder, start over with run.overwrite=true, or take it as it is with checkpoint.accept_changes=[{keys}]"
-        )
+        if old.get(key) != new.get(key):
+            change = f"{key} = {_shown(old, key)} became {_shown(new, key)}"
+            reason = _why_harmless(key, current) or ("accepted by the config" if key in accepted else None)
+            found.append((key, change, reason))
+    return found
 
 
 def _why_harmless(key: str, current: dict[str, Any]) -> str | None:
     if key in LENGTH and current.get("optimizer", {}).get("schedule") in DECAYING:
         return None  # the learning rate's decay ends with the run: another length is another schedule
+    if key == "model.path" and current.get("objective", {}).get("reference_kl", {}).get("coefficient"):
+        return None  # the reference policy comes from there
     return next((reason for pattern, reason in HARMLESS.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

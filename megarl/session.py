@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import shutil
 import sys
@@ -35,6 +36,7 @@ from megarl.rollout.build import build_engine
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.mismatch import check_mismatch, mismatch, sampling_logprobs
 from megarl.rollout.rollouts import TRAINING, RolloutPlan, Rollouts
+from megarl.run_lock import LOCK, claim
 from megarl.stop import StopRequest
 from megarl.track.console import Console
 from megarl.track.loggers import RunLogger
@@ -57,7 +59,8 @@ def one_config_argument(program: str, arguments: Sequence[str] | None) -> tuple[
 def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelShape) -> Path:
     """The run folder with this config in it. Raises UserError when it holds a run that the config does not go on with.
 
-    `kind` is the program, train or sft. With `run.overwrite` an earlier run is deleted.
+    So is a folder in which another process trains. `kind` is the program, train or sft. With `run.overwrite` an earlier
+    run is deleted.
     """
     path = Path(config.run.folder)
     if not config.run.overwrite:
@@ -65,13 +68,25 @@ def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelSha
     # Rank 0 alone deletes and makes: another rank might look in between.
     if os.environ.get("RANK", "0") == "0":
         try:
-            if config.run.overwrite and (path / "config.yaml").exists():
-                shutil.rmtree(path)
             path.mkdir(parents=True, exist_ok=True)
+            claim(path)
+            if config.run.overwrite and (path / "config.yaml").exists():
+                _empty(path)
             save_config(config, path / "config.yaml")
         except OSError as error:
             raise UserError(f"run.folder = {path} cannot be written: {error.strerror}") from error
     return path
+
+
+def _empty(folder: Path) -> None:
+    """Nothing; of what the run folder holds the lock alone is left."""
+    for entry in folder.iterdir():
+        if entry.name == LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def open_checkpoints(kind: str, config: RunConfig | SftConfig, policy: MegatronPolicy, layout: Layout) -> Checkpoints:
@@ -266,6 +281,8 @@ class Session:
         if "entropy/seq_mean" not in metrics:  # the filter left no sample
             return points
         accuracy = metrics[f"eval/{self.evaluation_tasks[0].settings.name}/accuracy"]
+        if not math.isfinite(metrics["entropy/seq_mean"]):  # the record says so; no law holds for it
+            return points
         points = [*points, (step, metrics["entropy/seq_mean"], accuracy)]
         if (little_left := budget_warning(points)) is not None:
             logger.warning(little_left)

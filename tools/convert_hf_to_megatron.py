@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import exits_cleanly_on_user_error
+from megarl.errors import UserError, exits_cleanly_on_user_error
 from megarl.track.progress import progress_bar
 
 
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     options = parser.parse_args(arguments)
 
+    if min(options.tensor_parallel, options.pipeline_parallel) < 1:
+        raise UserError("--tensor-parallel and --pipeline-parallel must be at least 1")
     from megarl.policy.convert import hf_to_megatron
     from megarl.policy.parallel import ParallelConfig
 

@@ -12,8 +12,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import exits_cleanly_on_user_error
+from megarl.errors import UserError, exits_cleanly_on_user_error
 from megarl.track.progress import progress_bar
+
+LARGEST_SHARD = 1e6  # GiB
 
 
 @exits_cleanly_on_user_error
@@ -25,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shard-size", type=float, default=4.0, metavar="GIB", help="largest weight file (default 4)")
     options = parser.parse_args(arguments)
 
+    if not 0 < options.shard_size < LARGEST_SHARD:
+        raise UserError(
+            f"--shard-size {options.shard_size:g}: allowed are sizes above 0 and below {LARGEST_SHARD:g} GiB"
+        )
     from megarl.policy.convert import megatron_to_hf
 
     megatron_to_hf(

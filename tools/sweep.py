@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from megarl.errors import exits_cleanly_on_user_error
-from megarl.law.printing import print_scaling
+from megarl.errors import UserError, exits_cleanly_on_user_error
+from megarl.law.printing import print_scaling, print_table
 from megarl.report.page import build, scaling_of, statements
 from megarl.sweep.collect import Collected, coefficient_rows, collect, write_results
 from megarl.sweep.config import Member, SweepConfig, load_sweep, members_of
 from megarl.sweep.local import StopSweepError, run_sweep
-from megarl.sweep.members import last_step, state_of, write_config
+from megarl.sweep.members import last_step, other_config, state_of, write_config
 from megarl.sweep.scripts import write_scripts
 
 
@@ -45,7 +44,7 @@ def status(members: list[Member]) -> int:
     table = Table("member", "state", "last step", "of")
     for member in members:
         table.add_row(member.name, state_of(member), str(last_step(member.folder)), str(member.config.loop.steps))
-    Console().print(table)
+    print_table(table)
     return 0
 
 
@@ -101,7 +100,7 @@ def print_coefficients(collected: Collected) -> None:
             "-" if row["ahead_low"] is None else rf"\[{row['ahead_low']:.3f}, {row['ahead_high']:.3f}]",
             {True: "yes", False: "no", None: "-"}[row["holds"]],
         )
-    Console(width=max(Console().width, 150)).print(table)
+    print_table(table)
 
 
 def _with_width(row: dict[str, Any], name: str) -> str:
@@ -129,7 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = [member for member in members if member.name == options.member]
         if not chosen:
             parser.error(f"no member {options.member!r} in {options.sweep}")
-        sys.exit(0 if state_of(chosen[0]) == "finished" else 1)
+        sys.exit(0 if state_of(chosen[0]) == "finished" and other_config(chosen[0]) is None else 1)
+    if options.action in ("run", "write"):
+        try:
+            Path(sweep.folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"folder = {sweep.folder} cannot be made: {error.strerror}") from error
     actions = {
         "run": lambda: run(sweep, options.sweep, members),
         "write": lambda: write(sweep, options.sweep, members),

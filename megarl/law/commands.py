@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.law.fit import LawFit, fit_law
+from megarl.law.decay import MINIMUM_POINTS as FORECAST_POINTS
+from megarl.law.fit import MINIMUM_POINTS, LawFit, fit_law
 from megarl.law.forecast import (
     Forecast,
     backtest,
@@ -19,7 +20,7 @@ from megarl.law.forecast import (
     points_in_fraction,
     points_in_steps,
 )
-from megarl.law.points import Columns, LawPoints, read_law_runs
+from megarl.law.points import CONDITIONS, Columns, LawPoints, read_law_runs
 from megarl.law.printing import (
     law_fit_record,
     print_correlation,
@@ -31,8 +32,9 @@ from megarl.law.printing import (
     scaling_record,
 )
 from megarl.law.runs import read_run_series
-from megarl.law.scaling import SizePoint, fit_scaling
+from megarl.law.scaling import MINIMUM_SIZES, SizePoint, fit_scaling
 from megarl.law.sharing import differences, sharing_statement
+from megarl.law.table import Table, read_table
 from megarl.law.theory import series_correlation
 
 PAPER_FRACTION = 0.15  # section 2.4
@@ -97,8 +99,7 @@ def law_fit(options: argparse.Namespace) -> None:
     else:
         print_law_fits(options.file, fitted)
         print(sharing_statement(fits))
-    for failure in failed:
-        print(f"{failure['run']}: not fitted: {failure['reason']}")
+    _print_failures(failed)
 
 
 def law_forecast(options: argparse.Namespace) -> None:
@@ -109,13 +110,14 @@ def law_forecast(options: argparse.Namespace) -> None:
     points = runs[0]
     if points.steps is None:
         raise UserError(f"a forecast needs a step column in {options.file}; name it with --step")
-    known = _prefix(points, options)
-    if known is None:
-        known = points_in_fraction(len(points.entropy), PAPER_FRACTION)
+    known = _prefix(points, options, FORECAST_POINTS, default_fraction=PAPER_FRACTION)
+    assert known is not None
     at_steps = options.at or [points.steps[-1]]
+    if not all(map(math.isfinite, at_steps)):
+        raise UserError("--at: a step to forecast must be a finite number")
     steps, entropy, reward = points.steps[:known], points.entropy[:known], points.reward[:known]
-    if steps and min(at_steps) <= steps[-1]:
-        raise UserError(f"--at {min(at_steps):g} is not after step {steps[-1]:g}, the last one that is fitted")
+    if min(at_steps) <= steps[-1]:
+        raise UserError(f"step {min(at_steps):g} (--at) is not after step {steps[-1]:g}, the last one that is fitted")
     ahead = forecast_run(steps, entropy, reward, at_steps)
     rows = backtest(points.steps, points.entropy, points.reward) if options.backtest else None
     if options.json:
@@ -126,11 +128,13 @@ def law_forecast(options: argparse.Namespace) -> None:
 
 def law_scale(options: argparse.Namespace) -> None:
     """Fit a and b log-linearly in the model size, and forecast each size's ceiling from the others."""
-    fit = fit_scaling(_size_points(options))
+    sizes, failed = _size_points(options)
+    fit = fit_scaling(sizes)
     if options.json:
-        print(json.dumps(scaling_record(fit), allow_nan=False))
-    else:
-        print_scaling(options.file, fit)
+        print(json.dumps(scaling_record(fit) | {"not_fitted": failed}, allow_nan=False))
+        return
+    print_scaling(options.file, fit)
+    _print_failures(failed)
 
 
 def law_theory(options: argparse.Namespace) -> None:
@@ -173,20 +177,25 @@ def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _read_runs(options: argparse.Namespace) -> list[LawPoints]:
-    columns = Columns(
+def _columns(options: argparse.Namespace, extra: tuple[str, ...] = ()) -> Columns:
+    return Columns(
         entropy=options.entropy,
         reward=options.reward,
         step=options.step,
         samples=None if _is_number(options.samples) else options.samples,
         group=tuple(options.group.split(",")) if options.group else None,
+        extra=extra,
     )
-    return read_law_runs(options.file, columns, reward_unit=options.reward_unit, entropy_unit=options.entropy_unit)
+
+
+def _read_runs(options: argparse.Namespace, extra: tuple[str, ...] = ()) -> list[LawPoints]:
+    units = {"reward_unit": options.reward_unit, "entropy_unit": options.entropy_unit}
+    return read_law_runs(options.file, _columns(options, extra), **units)
 
 
 def _fit(points: LawPoints, options: argparse.Namespace) -> tuple[LawFit, Forecast | None]:
-    samples = float(options.samples) if _is_number(options.samples) else points.samples
-    known = _prefix(points, options)
+    samples = _samples(points, options)
+    known = _prefix(points, options, MINIMUM_POINTS)
     if known is not None:
         counts = samples if samples is None or isinstance(samples, float) else samples[:known]
         steps = points.steps[:known] if points.steps else None
@@ -195,15 +204,31 @@ def _fit(points: LawPoints, options: argparse.Namespace) -> tuple[LawFit, Foreca
     return fit_law(points.entropy, points.reward, steps=points.steps, samples=samples, robust=options.robust), None
 
 
-def _prefix(points: LawPoints, options: argparse.Namespace) -> int | None:
-    """How many of the points are fitted; None for all of them."""
-    if options.fit_fraction is not None:
-        return points_in_fraction(len(points.entropy), options.fit_fraction)
-    if options.fit_steps is not None:
+def _samples(points: LawPoints, options: argparse.Namespace) -> float | list[float] | None:
+    return float(options.samples) if _is_number(options.samples) else points.samples
+
+
+def _prefix(
+    points: LawPoints, options: argparse.Namespace, fewest: int, default_fraction: float | None = None
+) -> int | None:
+    """How many of the points are fitted; None for all of them. Raises UserError: they are fewer than `fewest`."""
+    fraction = options.fit_fraction
+    if fraction is None and options.fit_steps is None:
+        fraction = default_fraction
+    if fraction is not None:
+        known, part = points_in_fraction(len(points.entropy), fraction), f"the first {fraction:.3g}"
+    elif options.fit_steps is not None:
         if points.steps is None:
             raise UserError(f"--fit-steps needs a step column in {options.file}; name it with --step")
-        return points_in_steps(points.steps, options.fit_steps)
-    return None
+        known, part = points_in_steps(points.steps, options.fit_steps), f"what comes up to step {options.fit_steps:g}"
+    else:
+        return None
+    if known < fewest:
+        raise UserError(
+            f"{part} of {len(points.entropy)} points are {known}; at least {fewest} are needed "
+            "(--fit-fraction, --fit-steps)"
+        )
+    return known
 
 
 def _several(records: list[dict[str, Any]], fits: dict[str, LawFit], failed: list[dict[str, str]]) -> dict[str, Any]:
@@ -214,51 +239,51 @@ def _several(records: list[dict[str, Any]], fits: dict[str, LawFit], failed: lis
     }
 
 
-def _size_points(options: argparse.Namespace) -> list[SizePoint]:
-    """A row's a and b, or a run's fit, with its size."""
-    path = Path(options.file)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist or is not a file")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    header = list(rows[0]) if rows else []
-    if options.parameters not in header:
+def _print_failures(failed: list[dict[str, str]]) -> None:
+    for failure in failed:
+        print(f"{failure['run']}: not fitted: {failure['reason']}")
+
+
+def _size_points(options: argparse.Namespace) -> tuple[list[SizePoint], list[dict[str, str]]]:
+    """A row's a and b, or a run's fit, with its size; and the runs that fix no fit."""
+    table = read_table(options.file)
+    table.require([("--parameters", options.parameters)])
+    if "a" in table.columns and "b" in table.columns:
+        return _sizes_of_rows(table, options.parameters), []
+    sizes: list[SizePoint] = []
+    failed: list[dict[str, str]] = []
+    for points in _read_runs(options, extra=(options.parameters,)):
+        try:
+            sizes.append(_fitted_size(points, options))
+        except UserError as error:
+            failed.append({"run": points.name, "reason": str(error)})
+    if failed and len({size.parameters for size in sizes}) < MINIMUM_SIZES:
+        first = failed[0]
         raise UserError(
-            f"{path} has no column {options.parameters!r} (set --parameters); its columns: {', '.join(header)}"
+            f"{options.file}: {len(failed)} runs fix no fit and leave fewer than {MINIMUM_SIZES} model sizes "
+            f"(run {first['run']}: {first['reason']})"
         )
-    if "a" not in header or "b" not in header:
-        return [
-            _fitted_size(points, options)
-            for points in read_law_runs(
-                path,
-                Columns(options.entropy, options.reward, options.step, extra=(options.parameters,)),
-                reward_unit=options.reward_unit,
-                entropy_unit=options.entropy_unit,
-            )
-        ]
-    for column in ("precision", "temperature"):
-        if len(found := {row.get(column) for row in rows}) > 1:
-            raise UserError(f"{path}: one fit cannot hold runs of {column} {' and '.join(sorted(map(str, found)))}")
+    return sizes, failed
+
+
+def _sizes_of_rows(table: Table, parameters: str) -> list[SizePoint]:
+    conditions = [name for name in CONDITIONS if name in table.columns]
+    table.require(("", name) for name in ("a", "b", *conditions))
+    for column in conditions:
+        if len(found := {row[column] for _, row in table.rows}) > 1:
+            raise UserError(f"{table.path}: one fit cannot hold runs of {column} {' and '.join(sorted(found))}")
     points = []
-    for line, row in enumerate(rows, start=2):
-        numbers = []
-        for column in (options.parameters, "a", "b"):
-            try:
-                numbers.append(float(row[column]))
-            except (TypeError, ValueError):
-                raise UserError(
-                    f"{path}, line {line}: column {column!r} holds {row[column]!r}, which is not a number"
-                ) from None
-        size, a, b = numbers
+    for line, row in table.rows:
+        size, a, b = (table.number(line, column, row[column]) for column in (parameters, "a", "b"))
         points.append(SizePoint(size, a, b, name=row.get("run") or row.get("model") or f"line {line}"))
     return points
 
 
 def _fitted_size(points: LawPoints, options: argparse.Namespace) -> SizePoint:
     sizes = set(points.extra[options.parameters])
-    if len(sizes) != 1:
-        raise UserError(f"{options.file}, run {points.name}: a run has one model size, not {len(sizes)}")
-    fit = fit_law(points.entropy, points.reward)
+    if len(sizes) > 1:
+        raise UserError(f"a run has one model size, not {len(sizes)}")
+    fit = fit_law(points.entropy, points.reward, steps=points.steps, samples=_samples(points, options))
     return SizePoint(sizes.pop(), fit.a, fit.b, points.name)
 
 

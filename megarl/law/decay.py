@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import median_filter
 
 from megarl.errors import UserError
+from megarl.law.student import draw_between, log_mass
 from megarl.law.uncertainty import Floats
 
 Family = Literal["stretched exponential", "power"]
@@ -31,7 +32,8 @@ DRAWS = 4000
 
 
 def _stretched_exponential(t: Floats, tau: Floats, beta: Floats) -> Floats:
-    return np.exp(-((t / tau) ** beta))
+    with np.errstate(over="ignore"):  # a step beyond all decay
+        return np.asarray(np.exp(-((t / tau) ** beta)))
 
 
 def _power(t: Floats, tau: Floats, exponent: Floats) -> Floats:
@@ -86,23 +88,34 @@ class _Cells:
     def draw(self, t: Floats, count: int, generator: np.random.Generator) -> Floats:
         """[count, t]: along drawn curves whose floor lies between 0 and the last entropies and whose drop is positive.
 
-        Curves outside that are drawn again; where hardly any lies inside, they are moved to its edge.
+        In each cell (floor, drop) follow Student's t. Both are drawn from the allowed part of it, however little that
+        is, and a cell counts by that part: points on a straight line fit best with a floor far below 0.
         """
-        kept: list[Floats] = []
-        for attempt in range(8):
-            which = generator.choice(len(self.weight), size=max(4 * count, 64), p=self.weight)
-            normal = generator.normal(size=(len(which), 2))
-            inflation = np.sqrt(self.degrees_of_freedom / generator.chisquare(self.degrees_of_freedom, len(which)))
-            pair = self.mean[which] + np.einsum("nij,nj->ni", self.root[which], normal) * inflation[:, None]
-            if attempt == 7:
-                pair = np.stack([np.clip(pair[:, 0], 0, self.highest_floor), np.maximum(pair[:, 1], 0)], axis=1)
-            inside = (pair[:, 0] >= 0) & (pair[:, 0] <= self.highest_floor) & (pair[:, 1] >= 0)
-            which, pair = which[inside], pair[inside]
-            g = self.curve(t[None, :], self.tau[which][:, None], self.shape[which][:, None])
-            kept.append(pair[:, :1] + pair[:, 1:] * g)
-            if sum(map(len, kept)) >= count:
-                break
-        return np.concatenate(kept)[:count]
+        if count == 0:
+            return np.empty((0, len(t)))
+        nu, scale = self.degrees_of_freedom, self.root[:, 0, 0]
+        low, high = -self.mean[:, 0] / scale, (self.highest_floor - self.mean[:, 0]) / scale
+        with np.errstate(divide="ignore"):
+            log_weight = np.log(self.weight) + log_mass(nu, low, high)
+        which = _chosen(log_weight, 4 * count, generator)
+        z = draw_between(nu, low[which], high[which], generator.uniform(size=len(which)))
+        # Given the floor, the drop follows Student's t with one more degree of freedom (Ding 2016, doi
+        # 10.1080/00031305.2016.1164756).
+        spread = self.root[which, 1, 1] * np.sqrt((nu + z**2) / (nu + 1))
+        least = -(self.mean[which, 1] + self.root[which, 1, 0] * z) / spread  # where the drop is 0
+        most = np.full_like(least, np.inf)
+        kept = _chosen(log_mass(nu + 1, least, most), count, generator)
+        which, z, spread, least = which[kept], z[kept], spread[kept], least[kept]
+        drop = (draw_between(nu + 1, least, most[kept], generator.uniform(size=count)) - least) * spread
+        floor = self.mean[which, 0] + scale[which] * z
+        g = self.curve(t[None, :], self.tau[which][:, None], self.shape[which][:, None])
+        return floor[:, None] + drop[:, None] * g
+
+
+def _chosen(log_weight: Floats, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """[count]: places drawn by their weights."""
+    weight = np.exp(log_weight - log_weight.max())
+    return generator.choice(len(weight), size=count, p=weight / weight.sum())
 
 
 def fit_decay(steps: Floats, entropy: Floats, horizon: float) -> DecayFit:

@@ -14,7 +14,12 @@ from megarl.law.diagnosis import Reason, reasons_against
 from megarl.law.uncertainty import EstimateErrors, Floats, lag_one_autocorrelation, least_squares_errors
 
 MINIMUM_POINTS = 3
-LARGEST_ENTROPY = 700.0  # nats; beyond it exp(H) overflows
+# Beyond these the sums of squares overflow, vanish, or leave the design singular.
+LARGEST_ENTROPY = 100.0  # nats
+SMALLEST_ENTROPY_RANGE = 1e-4  # nats
+LARGEST_REWARD = 1e12
+SMALLEST_REWARD_RANGE = 1e-100
+ROUNDING = 1e-6  # nats that a measured entropy of 0 may lie below 0
 BISQUARE_TUNING = 4.685  # Tukey's bisquare with 95 % efficiency under normal noise
 # Combinations of (a, b) that are reported: b - a is the ceiling.
 DIRECTIONS = {"a": np.array([1.0, 0.0]), "b": np.array([0.0, 1.0]), "ceiling": np.array([-1.0, 1.0])}
@@ -82,8 +87,8 @@ def fit_law(
     from the others count less or not at all (Tukey's bisquare from a repeated-median start). `steps` name the points in
     the reasons that speak against the law.
 
-    Raises UserError: fewer than 3 points, unequal lengths, values that are not finite, constant or negative entropy,
-    sample counts below 1 or with rewards outside [0, 1].
+    Raises UserError: fewer than 3 points, unequal lengths, values that are not finite or beyond all bounds, constant or
+    negative entropy, sample counts below 1 or with rewards outside [0, 1].
     """
     h, r = checked_points(entropy, reward)
     design = np.stack([-np.exp(h), np.ones_like(h)], axis=1)
@@ -130,13 +135,23 @@ def checked_points(entropy: ArrayLike, reward: ArrayLike) -> tuple[Floats, Float
         if not np.isfinite(values).all():
             order = int(np.flatnonzero(~np.isfinite(values))[0])
             raise UserError(f"{name} of point {order} (counted from 0) is {values[order]}; it must be a finite number")
-    if h.min() < 0:
+    if h.min() < -ROUNDING:
         raise UserError(f"entropy of point {int(h.argmin())} (counted from 0) is {h.min():g}; it cannot be negative")
     if h.max() > LARGEST_ENTROPY:
-        raise UserError(f"entropy {h.max():g} nats is beyond any vocabulary: exp(H) overflows")
-    if np.ptp(h) <= 1e-9 * max(1.0, float(h.max())):
-        raise UserError(f"entropy is {h[0]:g} at every point; a and b need entropies that differ")
-    return h, r
+        raise UserError(f"entropy {h.max():g} nats is beyond any vocabulary; allowed: up to {LARGEST_ENTROPY:g}")
+    if np.abs(r).max() > LARGEST_REWARD:
+        raise UserError(f"reward {r[np.abs(r).argmax()]:g} is no sensible number; allowed: up to {LARGEST_REWARD:g}")
+    if not entropies_differ(h):
+        spread = f" but for {np.ptp(h):.1g} nats" if np.ptp(h) > 0 else ""
+        raise UserError(f"entropy is {h[0]:g} at every point{spread}; a and b need entropies that differ")
+    if 0 < np.ptp(r) < SMALLEST_REWARD_RANGE:
+        raise UserError(f"rewards differ by {np.ptp(r):.1g} only; is their unit right?")
+    return np.maximum(h, 0.0), r
+
+
+def entropies_differ(entropy: ArrayLike) -> bool:
+    """Whether the entropies (nats) differ by enough to fix a and b."""
+    return bool(np.ptp(entropy) > SMALLEST_ENTROPY_RANGE)
 
 
 def _least_squares(design: Floats, response: Floats) -> Floats:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.law.decay import MINIMUM_POINTS as FORECAST_POINTS
-from megarl.law.fit import MINIMUM_POINTS, fit_law
+from megarl.law.fit import MINIMUM_POINTS, entropies_differ, fit_law
 from megarl.law.forecast import forecast_run
 
 LITTLE_GAIN = 0.05
@@ -25,7 +25,7 @@ def law_metrics(points: Sequence[Point], last_step: float) -> dict[str, float]:
         return {}
     steps, entropy, reward = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     metrics = budget(entropy.tolist())
-    if len(points) < MINIMUM_POINTS or np.ptp(entropy) <= 1e-9:
+    if len(points) < MINIMUM_POINTS or not entropies_differ(entropy):
         return metrics
     fit = fit_law(entropy, reward)
     low, high = fit.ceiling_interval

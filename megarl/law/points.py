@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.law.table import Row, Table, read_table
 from megarl.law.units import EntropyUnit, RewardUnit, entropy_in_nats, reward_in_fractions
 
 RUN_COLUMN = "run"
 # Columns that must not change within one fit: the law's H and R belong to one way of measuring them.
-CONDITIONS = ("precision", "temperature", "evaluation_set", "entropy_unit")
+UNIT_COLUMN = "entropy_unit"
+CONDITIONS = ("precision", "temperature", "evaluation_set", UNIT_COLUMN)
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,32 @@ class Columns:
         return [(option, name) for option, name in single if name is not None]
 
 
-Row = tuple[int, dict[str, str]]  # line number, cells
-
-
 def read_law_points(
-    path: str | Path, *, entropy: str = "entropy", reward: str = "reward", step: str | None = None
+    path: str | Path,
+    *,
+    entropy: str = "entropy",
+    reward: str = "reward",
+    step: str | None = None,
+    reward_unit: RewardUnit | None = None,
+    entropy_unit: EntropyUnit | None = None,
 ) -> LawPoints:
     """The points of a CSV file that holds one run; `step=None` takes a column `step` where there is one.
 
     Raises UserError: as `read_law_runs`, or the file holds several runs.
     """
-    runs = read_law_runs(path, Columns(entropy=entropy, reward=reward, step=step))
+    columns = Columns(entropy=entropy, reward=reward, step=step)
+    runs = read_law_runs(path, columns, reward_unit=reward_unit, entropy_unit=entropy_unit)
     if len(runs) > 1:
         raise UserError(f"{path} holds {len(runs)} runs (column {RUN_COLUMN}); one is expected here")
     return runs[0]
+
+
+def read_run_points(folder: Path) -> LawPoints:
+    """The points of the law.csv that a run writes: nats and fractions, whatever the numbers look like.
+
+    Raises UserError: as `read_law_points`.
+    """
+    return read_law_points(folder / "law.csv", reward_unit="fraction", entropy_unit="nats")
 
 
 def read_law_runs(
@@ -76,59 +88,44 @@ def read_law_runs(
     """The points of each run in a CSV file with a header line, runs in the order of their first rows.
 
     Rows in which entropy or reward is empty are left out and counted. Units that are not given are told from the
-    numbers (`law/units.py`). Raises UserError: no such file, no such column, a cell that is not a finite number (with
-    its line), the same step twice in a run, units or conditions of measurement that are mixed.
+    numbers (`law/units.py`). Raises UserError: as `read_table`, no such column or two of them, a cell that is not a
+    finite number (with its line), the same step twice in a run, units or conditions of measurement that are mixed.
     """
-    path, columns = Path(path), columns or Columns()
-    header, rows = _read_rows(path)
-    for option, name in columns.named():
-        if name not in header:
-            raise UserError(f"{path} has no column {name!r} (set {option}); its columns: {', '.join(header)}")
+    columns, table = columns or Columns(), read_table(path)
+    header = table.columns
     step = columns.step or ("step" if "step" in header else None)
     group = columns.group or ((RUN_COLUMN,) if RUN_COLUMN in header else ())
-    by_run: dict[str, list[Row]] = {}
-    for line, row in rows:
-        by_run.setdefault(" ".join((row[name] or "").strip() for name in group), []).append((line, row))
+    columns = replace(columns, step=step, group=group)
+    table.require([*columns.named(), *(("", name) for name in CONDITIONS if name in header)])
+    by_run: dict[tuple[str, ...], list[Row]] = {}
+    for line, row in table.rows:
+        by_run.setdefault(tuple(row[name] for name in group), []).append((line, row))
     if not by_run:
         raise UserError(f"{path} has a header line but no points")
     runs = []
-    for name, members in by_run.items():
+    for key, members in by_run.items():
+        name = " ".join(key)
         where = f"{path}, run {name}" if name else str(path)
         _refuse_mixed_conditions(where, header, members)
-        runs.append(_points(path, where, name, members, replace(columns, step=step), grouped=bool(group)))
-    runs = entropy_in_nats(str(path), columns.entropy, runs, entropy_unit or _stated_unit(rows))
+        runs.append(_points(table, where, name, members, columns))
+    runs = entropy_in_nats(str(path), columns.entropy, runs, entropy_unit or _stated_unit(table))
     return reward_in_fractions(str(path), columns.reward, runs, reward_unit)
 
 
-def _read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist or is not a file")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = list(reader.fieldnames or [])
-            rows = [(reader.line_num, row) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a CSV text file: {error}") from error
-    if not header:
-        raise UserError(f"{path} is empty; a header line with column names is expected")
-    return header, rows
-
-
-def _points(path: Path, where: str, name: str, rows: Sequence[Row], columns: Columns, *, grouped: bool) -> LawPoints:
+def _points(table: Table, where: str, name: str, rows: Sequence[Row], columns: Columns) -> LawPoints:
     points: list[tuple[float, ...]] = []
     for line, row in rows:
-        if not (row[columns.entropy] or "").strip() or not (row[columns.reward] or "").strip():
+        if not row[columns.entropy] or not row[columns.reward]:
             continue
-        h, r = (_number(path, line, column, row[column]) for column in (columns.entropy, columns.reward))
-        step = _number(path, line, columns.step, row[columns.step]) if columns.step else 0.0
-        count = _number(path, line, columns.samples, row[columns.samples]) if columns.samples else 1.0
-        points.append((step, h, r, count, *(_number(path, line, extra, row[extra]) for extra in columns.extra)))
+        h, r = (table.number(line, column, row[column]) for column in (columns.entropy, columns.reward))
+        step = table.number(line, columns.step, row[columns.step]) if columns.step else 0.0
+        count = table.number(line, columns.samples, row[columns.samples]) if columns.samples else 1.0
+        points.append((step, h, r, count, *(table.number(line, extra, row[extra]) for extra in columns.extra)))
     if columns.step:
         points.sort(key=lambda point: point[0])
         for earlier, later in itertools.pairwise(points):
             if earlier[0] == later[0]:
-                hint = "" if grouped else "; name the column that tells its runs apart with --group"
+                hint = "" if columns.group else "; name the column that tells its runs apart with --group"
                 raise UserError(f"{where}: step {later[0]:g} occurs more than once{hint}")
     return LawPoints(
         steps=[point[0] for point in points] if columns.step else None,
@@ -141,20 +138,10 @@ def _points(path: Path, where: str, name: str, rows: Sequence[Row], columns: Col
     )
 
 
-def _number(path: Path, line: int, column: str, cell: str | None) -> float:
-    try:
-        value = float(cell or "")
-    except ValueError:
-        raise UserError(f"{path}, line {line}: column {column!r} holds {cell!r}, which is not a number") from None
-    if not math.isfinite(value):
-        raise UserError(f"{path}, line {line}: column {column!r} holds {cell!r}; it must be a finite number")
-    return value
-
-
 def _refuse_mixed_conditions(where: str, header: Sequence[str], rows: Sequence[Row]) -> None:
     for column in CONDITIONS:
         if column in header:
-            found = list(dict.fromkeys((row[column] or "").strip() for _, row in rows))
+            found = list(dict.fromkeys(row[column] for _, row in rows))
             if len(found) > 1:
                 raise UserError(
                     f"{where}: one fit cannot hold points of {column} {' and '.join(found[:3])}; "
@@ -162,13 +149,14 @@ def _refuse_mixed_conditions(where: str, header: Sequence[str], rows: Sequence[R
                 )
 
 
-def _stated_unit(rows: Sequence[Row]) -> EntropyUnit | None:
+def _stated_unit(table: Table) -> EntropyUnit | None:
     """The unit in a column `entropy_unit`, which a file may have; it is the same in all rows of a run."""
-    stated = {(row.get("entropy_unit") or "").strip() for _, row in rows} - {""}
+    stated = {row.get(UNIT_COLUMN, "") for _, row in table.rows} - {""}
     if not stated:
         return None
     if len(stated) > 1 or not stated <= {"nats", "bits"}:
         raise UserError(
-            f"column 'entropy_unit' holds {', '.join(sorted(stated))}; it must be nats or bits, one for all"
+            f"{table.path}: column {UNIT_COLUMN!r} holds {', '.join(sorted(stated))}; it must be nats or bits, one for "
+            "all"
         )
     return "bits" if stated == {"bits"} else "nats"

@@ -17,7 +17,15 @@ from megarl.law.points import LawPoints
 from megarl.law.scaling import ScalingFit
 from megarl.law.theory import Correlation
 
+WIDEST = 1000  # columns of a table
 NAMES = (("a", "a"), ("b", "b"), ("ceiling", "ceiling b - a"))
+
+
+def print_table(table: Table) -> None:
+    """Nothing; prints the table as wide as its cells need: a line that wraps is better than a number that is cut."""
+    console = Console()
+    needed = console.measure(table, options=console.options.update(width=WIDEST)).maximum
+    Console(width=max(console.width, needed)).print(table)
 
 
 def law_fit_record(fit: LawFit, ahead: Forecast | None = None, points: LawPoints | None = None) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def print_law_fit(title: str, fit: LawFit, ahead: Forecast | None = None, points
         low, high = fit.intervals[key]
         interval = escape(f"[{low:.4f}, {high:.4f}]")
         table.add_row(label, f"{getattr(fit, key):.4f}", f"{fit.standard_errors[key]:.4f}", interval)
-    console.print(table)
+    print_table(table)
     how = ", robust" * fit.robust + ", weighted by binomial noise" * fit.weighted
     _say(
         console,
@@ -85,7 +93,7 @@ def print_law_fits(title: str, fits: Sequence[tuple[LawPoints, LawFit, Forecast 
             *([f"{ahead.rmse:.4f}"] if ahead is not None else ["-"] * forecasts),
             "yes" if fit.holds else "no",
         )
-    console.print(table)
+    print_table(table)
     _say(console, "± is half the 95 % interval" + "; ahead is the RMSE of the forecast later points" * forecasts)
     if fits[0][0].reward_unit == "percent":
         _say(console, "Rewards were read as percent and are shown as fractions")
@@ -123,7 +131,7 @@ def print_run_forecast(title: str, ahead: RunForecast, rows: Sequence[BacktestRo
     for step, h, h_low, h_high, r, r_low, r_high in columns:
         h_interval, r_interval = escape(f"[{h_low:.3f}, {h_high:.3f}]"), escape(f"[{r_low:.3f}, {r_high:.3f}]")
         table.add_row(f"{step:g}", f"{h:.3f}", h_interval, f"{r:.3f}", r_interval)
-    console.print(table)
+    print_table(table)
     errors = ", ".join(f"{family} {error:.4g}" for family, error in ahead.held_out_error.items())
     _say(console, f"Entropy follows a {ahead.decay} best (held-out error in nats: {errors})")
     for reason in ahead.fit.reasons:
@@ -138,7 +146,7 @@ def print_run_forecast(title: str, ahead: RunForecast, rows: Sequence[BacktestRo
             f"{row.step:g}", str(row.points), f"{row.predicted:.3f}", escape(f"[{row.low:.3f}, {row.high:.3f}]"),
             f"{row.actual:.3f}", "yes" if row.covers else "no",
         )  # fmt: skip
-    console.print(table)
+    print_table(table)
     _say(console, f"{sum(row.covers for row in rows)} of {len(rows)} intervals hold what came")
 
 
@@ -164,7 +172,7 @@ def print_scaling(title: str, fit: ScalingFit) -> None:
         interval = line.slope_interval
         shown = "-" if interval is None else escape(f"[{interval[0]:+.4f}, {interval[1]:+.4f}]")
         table.add_row(label, f"{line.slope:+.4f}", shown, f"{line.at_one:.4f}", f"{line.rmse:.4f}", f"{line.r2:.3f}")
-    console.print(table)
+    print_table(table)
     table = Table(title="Ceiling of each size, forecast from the others", title_justify="left")
     for heading in ("N", "run", "forecast", "95 % interval", "fitted", "error"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
@@ -175,7 +183,7 @@ def print_scaling(title: str, fit: ScalingFit) -> None:
             f"{row.parameters:,.0f}", escape(name.strip()), f"{row.predicted:.3f}", shown, f"{row.actual:.3f}",
             f"{row.error:+.3f}",
         )  # fmt: skip
-    console.print(table)
+    print_table(table)
     _say(console, f"Leave-one-out RMSE of the ceiling: {fit.leave_one_out_rmse:.4f}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.law.fit import LawFit, fit_law
-from megarl.law.points import LawPoints, read_law_points
+from megarl.law.points import LawPoints, read_run_points
+from megarl.law.runs import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def read_run(folder: str | Path, evaluation_set: str | None = None) -> RunCurves
     Raises UserError: no such run, a broken line, or a run without entropies or evaluations.
     """
     folder = Path(folder)
-    records = _read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder)
     sets = sorted({m[1] for record in records for name in record if (m := re.fullmatch(r"eval/(.+)/accuracy", name))})
     if not sets:
         raise UserError(f"{folder / 'metrics.jsonl'} holds no evaluation (eval/<set>/accuracy)")
@@ -76,20 +76,8 @@ def read_run(folder: str | Path, evaluation_set: str | None = None) -> RunCurves
         accuracy_stderr=[record.get(f"{prefix}/accuracy_stderr") or 0.0 for record in evaluated],
         pass_at_k=passed,
         evaluation_entropy=evaluated[-1].get(f"{prefix}/entropy"),
-        law=read_law_points(folder / "law.csv"),
+        law=read_run_points(folder),
     )
-
-
-def _read_metrics(path: Path) -> list[dict[str, float]]:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; a run folder is expected")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {error.msg}") from None
-    return records
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,21 @@ Series = dict[int, float]  # step -> value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, one a step. Raises UserError: no such file, or a line that is not JSON."""
+    """The records of metrics.jsonl, one a step; a last line that is not whole yet is left out.
+
+    Raises UserError: no such file, or a line that is not JSON.
+    """
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} does not exist; a run folder is expected")
+    text = path.read_text(encoding="utf-8", errors="replace")
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
+            if not line.endswith("\n"):
+                break  # the run is writing it, or was killed while it did
             raise UserError(f"{path}, line {number} is not JSON: {error.msg}") from None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"{path}, line {number} is not a record with a step")
@@ -52,10 +58,15 @@ def read_run_series(folder: Path, names: Iterable[str]) -> dict[str, Series]:
 def read_run_config(folder: Path) -> dict[str, Any]:
     """The run's resolved config as plain values; empty where the folder has none."""
     path = folder / "config.yaml"
-    if not path.is_file():
-        return {}
+    return read_yaml(path) if path.is_file() else {}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file that a program wrote. Raises UserError: it does not hold one."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} does not hold a mapping")
+    return tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from megarl.errors import UserError
 from megarl.law.uncertainty import Floats
 
 MINIMUM_SIZES = 3
+SMALLEST_RATIO = 1e-6  # of two model sizes' difference to the smaller one; closer ones fix no line
+LARGEST_COEFFICIENT = 1e12
 QUANTITIES = ("a", "b", "ceiling")
 
 Interval = tuple[float, float]
@@ -96,16 +99,25 @@ def fit_scaling(points: Sequence[SizePoint]) -> ScalingFit:
     """The fits over at least 3 model sizes; runs of one size count as one, with their mean coefficients.
 
     Sizes, not runs, are the independent units: seeds of one size share what is peculiar to it. Raises UserError: fewer
-    sizes, values that are not finite, sizes that are not positive.
+    sizes or almost equal ones, values that are not finite, sizes that are not positive.
     """
     for point in points:
         if not (math.isfinite(point.parameters) and point.parameters > 0):
             raise UserError(f"model size {point.parameters:g}{_of(point)} must be a positive number of parameters")
-        if not (math.isfinite(point.a) and math.isfinite(point.b)):
-            raise UserError(f"coefficients a = {point.a:g}, b = {point.b:g}{_of(point)} must be finite")
+        if not max(abs(point.a), abs(point.b)) <= LARGEST_COEFFICIENT:  # NaN is not, either
+            raise UserError(
+                f"coefficients a = {point.a:g}, b = {point.b:g}{_of(point)} must be finite and at most "
+                f"{LARGEST_COEFFICIENT:g}"
+            )
     sizes = [_mean(n, [p for p in points if p.parameters == n]) for n in sorted({p.parameters for p in points})]
     if len(sizes) < MINIMUM_SIZES:
         raise UserError(f"scaling needs at least {MINIMUM_SIZES} model sizes, got {len(sizes)}")
+    for smaller, larger in itertools.pairwise(sizes):
+        if larger.parameters / smaller.parameters - 1 < SMALLEST_RATIO:
+            raise UserError(
+                f"model sizes {smaller.parameters:.10g} and {larger.parameters:.10g} are almost the same; give runs of "
+                "one size one number of parameters"
+            )
     held_out = []
     for place, left_out in enumerate(sizes):
         line = _line([point for point in sizes if point is not left_out], "ceiling")
@@ -135,6 +147,7 @@ def _line(points: Sequence[SizePoint], quantity: str) -> LogLine:
     slope = float(centred @ y) / spread
     residuals = y - y.mean() - slope * centred
     squares, total = float(residuals @ residuals), float(((y - y.mean()) ** 2).sum())
+    varies = np.ptp(y) > 1e-12 * np.abs(y).max()
     n = len(points)
     residual = math.sqrt(squares / (n - 2)) if n > 2 else None
     width = None if residual is None else float(stdtrit(n - 2, 0.975)) * residual / math.sqrt(spread)
@@ -143,7 +156,7 @@ def _line(points: Sequence[SizePoint], quantity: str) -> LogLine:
         at_one=float(y.mean() - slope * x.mean()),
         slope_interval=None if width is None else (slope - width, slope + width),
         rmse=math.sqrt(squares / n),
-        r2=1 - squares / total if total else 0.0,
+        r2=1 - squares / total if varies else 0.0,
         mean_log=float(x.mean()),
         spread=spread,
         residual=residual,

@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 1000
 SMOOTHED_SHARE = 0.05  # of a run's steps, in one moving average
+LARGEST = 1e12  # of a measured covariance or entropy
 
 
 def entropy(logits: ArrayLike) -> Floats:
@@ -112,9 +113,13 @@ def covariance_entropy_correlation(
 
     `covariance` [steps] is that of each step's update, `entropy` [steps + 1] is measured before each and after the
     last. Both are averaged over `window` steps (a twentieth of the run, at least 5). Raises UserError: fewer than four
-    windows, or a series that does not vary.
+    windows, a window without steps, a series that does not vary, or numbers whose squares overflow.
     """
     c, h = _table("covariances", covariance), _table("entropies", entropy)
+    if window is not None and window < 1:
+        raise UserError(f"a moving average over {window} steps has no steps; allowed: 1 and more")
+    if (largest := max(np.abs(c).max(), np.abs(h).max())) > LARGEST:
+        raise UserError(f"a covariance or an entropy of {largest:g} is no sensible number; allowed: up to {LARGEST:g}")
     if len(h) != len(c) + 1:
         raise UserError(f"{len(c)} covariances need {len(c) + 1} entropies, got {len(h)}")
     window = window or max(5, round(SMOOTHED_SHARE * len(c)))

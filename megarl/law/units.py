@@ -24,6 +24,8 @@ LARGEST_NATS = math.log(2**20)  # the entropy of a uniform choice among a millio
 # units in one column.
 UNIT_JUMP_TOLERANCE = 0.03
 SMOOTH_CHANGE = 0.10
+# Rewards that reach no further above 1 than this may be a percentage of a hard task or a reward with a bonus.
+LARGEST_UNCLEAR = 2.0
 
 
 def entropy_in_nats(path: str, column: str, runs: Sequence[LawPoints], unit: EntropyUnit | None) -> list[LawPoints]:
@@ -33,15 +35,15 @@ def entropy_in_nats(path: str, column: str, runs: Sequence[LawPoints], unit: Ent
     """
     if unit is None and re.search(r"(^|[^a-z])bits?([^a-z]|$)", column.lower()):
         raise UserError(f"{path}: column {column!r} seems to be in bits; say --entropy-unit bits or nats")
-    if unit == "bits":
-        return [replace(run, entropy=[value * NATS_PER_BIT for value in run.entropy]) for run in runs]
+    named, factor = ("bits", NATS_PER_BIT) if unit == "bits" else ("nats", 1.0)
     for run in runs:
         where = _where(path, run)
         largest = max(run.entropy, default=0.0)
-        if largest > LARGEST_NATS:
+        if largest * factor > LARGEST_NATS:
+            hint = "" if unit == "bits" else "; if these are bits, say --entropy-unit bits"
             raise UserError(
-                f"{where}: column {column!r} reaches {largest:g}, more nats per token than a vocabulary of a million "
-                "tokens has; if these are bits, say --entropy-unit bits"
+                f"{where}: column {column!r} reaches {largest:g}, more {named} per token than a vocabulary of a "
+                f"million tokens has{hint}"
             )
         if unit is None and (place := _unit_jump(run.entropy)) is not None:
             order = f"step {run.steps[place]:g}" if run.steps else f"point {place} (counted from 0)"
@@ -49,13 +51,13 @@ def entropy_in_nats(path: str, column: str, runs: Sequence[LawPoints], unit: Ent
                 f"{where}: column {column!r} jumps by the factor 1/ln 2 at {order}, as if bits and nats were mixed; "
                 "use one unit, or say --entropy-unit nats if they are not"
             )
-    return list(runs)
+    return [replace(run, entropy=[value * factor for value in run.entropy]) for run in runs]
 
 
 def reward_in_fractions(path: str, column: str, runs: Sequence[LawPoints], unit: RewardUnit | None) -> list[LawPoints]:
     """The runs with accuracies as fractions and the unit that was found; rewards below 0 are left as they are.
 
-    Raises UserError: percent and fractions mixed, percent above 100.
+    Raises UserError: percent and fractions mixed or hard to tell, percent above 100.
     """
     if unit is None:
         unit = "percent" if re.search(r"percent|pct|%", column.lower()) else _detected_unit(path, column, runs)
@@ -75,6 +77,11 @@ def _detected_unit(path: str, column: str, runs: Sequence[LawPoints]) -> RewardU
             continue
         low, high = min(run.reward), max(run.reward)
         found: RewardUnit = "percent" if high > 1 and low >= 0 else "fraction"
+        if found == "percent" and high <= LARGEST_UNCLEAR:
+            raise UserError(
+                f"{_where(path, run)}: column {column!r} reaches {high:g}, which may be percent or a reward above 1; "
+                "say --reward-unit percent or fraction"
+            )
         if found == "percent" and (stray := _stray_fraction(run.reward)) is not None:
             raise UserError(
                 f"{_where(path, run)}: column {column!r} holds {stray:g} beside {high:g}, "

@@ -7,6 +7,8 @@ its shards. Into HF: one process reads layer by layer what any layout wrote. Num
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +24,14 @@ from megarl.policy.checkpoint import files, megatron_format
 from megarl.policy.checkpoint.digest import copied, local_digest, shards_of, total_digest
 from megarl.policy.checkpoint.files import HF_SIDE_FILES, DamagedCheckpoint, FileRecord, Manifest
 from megarl.policy.hf_folder import DEFAULT_SHARD_BYTES, HfFolderWriter, TensorSpec, copy_side_files
-from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights, model_rules
+from megarl.policy.hf_weights import (
+    SafetensorsFolder,
+    assemble,
+    check_tensors,
+    expected_tensors,
+    load_hf_weights,
+    model_rules,
+)
 from megarl.policy.mcore import apply_factories, dist_checkpointing, nested_values, parallel_state
 from megarl.policy.model import ModelConfig, ModelShape, PolicyModel, build_model_chunks, read_model_shape
 from megarl.policy.parallel import Layout, ParallelConfig, check_layout, initialize, shutdown
@@ -38,13 +47,37 @@ def silent(done: int, total: int) -> None:
 def hf_to_megatron(hf: Path, out: Path, parallel: ParallelConfig, progress: Progress = silent) -> None:
     """Nothing; `out` is a Megatron checkpoint of the HF folder's weights. Starts one process per rank of the layout.
 
-    Raises UserError for what does not fit, and when `out` exists.
+    Raises UserError for what does not fit, when `out` exists, and when it cannot be written.
     """
-    if out.exists():
-        raise UserError(f"{out} already exists; choose another folder")
+    _refuse_existing(out)
     shape = read_model_shape(hf)
     ranks = parallel.tensor * parallel.pipeline
     check_layout(parallel, ranks, shape)
+    source = SafetensorsFolder(hf)
+    check_tensors(hf, source, shape)
+    try:
+        files.begin(out)
+        needed, free = source.file_bytes(), shutil.disk_usage(files.part_of(out)).free
+        if needed > free:
+            raise UserError(f"{out}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
+        _start_ranks(ranks, hf, out, parallel, progress)
+    except OSError as error:
+        raise UserError(_not_written(out, error)) from error
+    finally:
+        if files.part_of(out).is_dir():
+            shutil.rmtree(files.part_of(out))
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):  # a link to nowhere, too, is in the way
+        raise UserError(f"{out} already exists; choose another folder")
+
+
+def _not_written(out: Path, error: OSError) -> str:
+    return f"{out} cannot be written: {error.strerror or error}"
+
+
+def _start_ranks(ranks: int, hf: Path, out: Path, parallel: ParallelConfig, progress: Progress) -> None:
     if ranks == 1:
         _convert_rank(0, 1, hf, out, parallel, None, progress)
         return
@@ -72,8 +105,8 @@ def _rank_main(
 ) -> None:
     try:
         _convert_rank(rank, ranks, hf, out, parallel, store, progress)
-    except UserError as error:
-        failures.put(str(error))
+    except (UserError, OSError) as error:
+        failures.put(str(error) if isinstance(error, UserError) else _not_written(out, error))
         raise SystemExit(2) from error
 
 
@@ -162,8 +195,7 @@ def megatron_to_hf(
 
     Raises UserError for a damaged checkpoint, and when `out` exists.
     """
-    if out.exists():
-        raise UserError(f"{out} already exists; choose another folder")
+    _refuse_existing(out)
     manifest = sound_manifest(checkpoint)
     shape = read_model_shape(checkpoint / HF_SIDE_FILES)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

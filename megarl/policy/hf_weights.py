@@ -44,6 +44,10 @@ class SafetensorsFolder:
                     raise UserError(f"{folder}: {name} is both in {self._file_of[name].name} and in {path.name}")
                 self._file_of[name] = path
 
+    def file_bytes(self) -> int:
+        """The bytes of the files that hold the tensors."""
+        return sum(path.stat().st_size for path in set(self._file_of.values()))
+
     def names(self) -> set[str]:
         return set(self._file_of)
 
@@ -87,8 +91,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index} is not an index of weight files: {error}") from error
     elif (folder / "model.safetensors").is_file() or not list(folder.glob("*.bin")):
         names = ["model.safetensors"]
@@ -98,7 +102,9 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     for name in names:
         if not (folder / name).is_file():
-            raise UserError(f"{folder}: weight file {name} is missing")
+            others = len(list(folder.glob("*.safetensors")))
+            hint = f" ({others} other safetensors files are there, but no {index.name})" if others else ""
+            raise UserError(f"{folder}: weight file {name} is missing{'' if index.is_file() else hint}")
     return [folder / name for name in names]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,10 @@ from megarl.policy.mcore import (
 from megarl.policy.parallel import ParallelConfig
 from megarl.policy.precision import PrecisionConfig, layer_modules
 from megarl.policy.rope import Rope, read_rope
+
+SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
 
 
 class ModelConfig(BaseModel):
@@ -68,6 +73,7 @@ class ModelShape:
             **sizes,
             "rope_type": self.rope.kind,
             "rope_base": self.rope.base,
+            "rope_scaling": self.rope.fingerprint(),
         }
 
 
@@ -89,12 +95,17 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path = {folder}: no such HF model folder (config.json is missing)")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         hf: Any = AutoConfig.from_pretrained(folder)
-    except (KeyError, ValueError, OSError) as error:  # what transformers raises for a config that it cannot accept
-        raise UserError(f"{folder}/config.json: {' '.join(str(error.args[0]).split())}") from error
+    # What transformers raises for a config that it cannot accept.
+    except (KeyError, ValueError, OSError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        told = _size_below_1(folder / "config.json") or " ".join(str(error.args[0]).split())
+        raise UserError(f"{folder}/config.json: {told}") from error
+    if (below := _size_below_1(folder / "config.json")) is not None:
+        raise UserError(f"{folder}/config.json: {below}")
     architecture = (hf.architectures or ["none"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
@@ -114,6 +125,17 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         norm_epsilon=hf.rms_norm_eps,
         tied=bool(hf.tie_word_embeddings),
     )
+
+
+def _size_below_1(path: Path) -> str | None:
+    """What is wrong with the sizes in a config.json: transformers accepts some of them, and divides by others."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None  # transformers says what is wrong
+    found = [(key, config.get(key)) for key in SIZES if isinstance(config, dict)]
+    bad = [f"{key} = {value} must be at least 1" for key, value in found if isinstance(value, int) and value < 1]
+    return bad[0] if bad else None
 
 
 def _refuse_what_is_not_implemented(folder: Path, hf: Any, family: Family) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 from megarl.errors import UserError
 
 IMPLEMENTED = ("default", "linear", "dynamic", "llama3", "yarn")
+# Rope parameters that are divided by, or whose logarithm is taken.
+POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,13 @@ class Rope:
     base: float
     frequencies: tuple[float, ...] | None  # radians per position, [head_width / 2]; None: base ** (-2i / head_width)
     logit_factor: float  # attention logits are multiplied by it (yarn scales queries and keys by its root)
+
+    def fingerprint(self) -> str:
+        """A text that differs where frequencies or the factor do, to six digits; "none" for unscaled positions."""
+        if self.frequencies is None:
+            return "none"
+        numbers = " ".join(f"{number:.6g}" for number in (self.logit_factor, *self.frequencies))
+        return hashlib.sha256(numbers.encode()).hexdigest()[:16]
 
 
 def read_rope(folder: Path, hf: Any) -> Rope:
@@ -38,6 +49,9 @@ def read_rope(folder: Path, hf: Any) -> Rope:
     partial = parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise UserError(f"{where}: partial_rotary_factor = {partial} is not implemented; allowed: 1.0")
+    for name, value in parameters.items():
+        if name in POSITIVE and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UserError(f"{where}: {name} = {value!r} of the rope parameters must be a positive number")
     base = float(parameters["rope_theta"])
     if kind in ("default", "dynamic"):
         return Rope(kind, base, None, 1.0)

@@ -129,7 +129,7 @@ function choose(i) {
   span.setAttribute("aria-selected", "true");
   text.setAttribute("aria-activedescendant", span.id);
   span.scrollIntoView({ block: "nearest" });
-  const number = (name, unit) => shown[name] ? `${name} ${shown[name][i]}${unit}` : null;
+  const number = (name, unit) => shown[name] && shown[name][i] !== null ? `${name} ${shown[name][i]}${unit}` : null;
   const parts = [`Token ${i + 1} of ${shown.tokens.length} ${JSON.stringify(shown.tokens[i])}`, number("entropy", " nats"), number("covariance", ""), number("probability", "")];
   if ((shown.selected ?? []).includes(i)) parts.push("selected");
   byId("token-info").textContent = parts.filter(Boolean).join(", ");

@@ -52,14 +52,19 @@ def report(options: argparse.Namespace) -> None:
     out = Path(options.out)
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: the folder {out.parent} does not exist")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; name the file to write")
     page, drawn = build(runs, options.title)
-    out.write_text(page, encoding="utf-8")
-    print(f"Written: {out} ({len(page.encode()) / 2**20:.1f} MiB, {len(runs)} runs)")
-    if options.figures:
-        folder = Path(options.figures)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in write_pictures(drawn, folder, [run.name for run in runs]):
-            print(f"Written: {path}")
+    try:
+        out.write_text(page, encoding="utf-8")
+        print(f"Written: {out} ({len(page.encode()) / 2**20:.1f} MiB, {len(runs)} runs)")
+        if options.figures:
+            folder = Path(options.figures)
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in write_pictures(drawn, folder, [run.name for run in runs]):
+                print(f"Written: {path}")
+    except OSError as error:
+        raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from error
 
 
 def build(runs: Sequence[ReportRun], title: str) -> tuple[str, list[Any]]:

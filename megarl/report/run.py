@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.errors import UserError
 from megarl.law.fit import LawFit, fit_law
 from megarl.law.forecast import Forecast, RunForecast, forecast, forecast_run, points_in_fraction
-from megarl.law.points import LawPoints, read_law_points
-from megarl.law.runs import Series, read_metrics, read_run_config, series_of
+from megarl.law.points import LawPoints, read_run_points
+from megarl.law.runs import Series, read_metrics, read_run_config, read_yaml, series_of
 from megarl.law.theory import Correlation, series_correlation
 
 KNOWN_FRACTION = 0.15  # of a run's points, that its forecast is made from
@@ -53,23 +53,22 @@ class ReportRun:
     @property
     def algorithm(self) -> str:
         """Advantage and loss of the run, or what its sweep calls it."""
-        objective = self.config.get("objective", {})
+        objective = _section(self.config, "objective")
         return str(self.member.get("algorithm") or " ".join(str(objective.get(k, "")) for k in ("advantage", "loss")))
 
     @property
     def parameters(self) -> float | None:
         """Non-embedding parameters, where the run's sweep says them."""
-        value = self.member.get("parameters")
-        return None if value is None else float(value)
+        return self.member.get("parameters")
 
     @property
     def conditions(self) -> dict[str, str]:
         """How H and R were measured: runs that differ here share no law."""
-        sets = self.config.get("evaluation", {}).get("sets") or [{}]
+        sets = _evaluation_sets(self.config) or [{}]
         return {
-            "rollout temperature": str(self.config.get("rollout", {}).get("temperature", "unknown")),
+            "rollout temperature": str(_section(self.config, "rollout").get("temperature", "unknown")),
             "evaluation temperature": str(sets[0].get("temperature", "unknown")),
-            "precision": str(self.config.get("precision", {}).get("dtype", "unknown")),
+            "precision": str(_section(self.config, "precision").get("dtype", "unknown")),
             "evaluation set": self.evaluation_set,
         }
 
@@ -88,7 +87,7 @@ def read_report_run(folder: str | Path, name: str, evaluation_set: str | None = 
     if not series["entropy"]:
         raise UserError(f"{folder / 'metrics.jsonl'} holds no entropy/seq_mean")
     accuracy = series_of(records, f"eval/{first}/accuracy")
-    points = _points(folder / "law.csv", series["entropy"], accuracy, of_first_set=evaluation_set is None)
+    points = _points(folder, series["entropy"], accuracy, of_first_set=evaluation_set is None)
     fit, why = _fit(points)
     return ReportRun(
         name=name,
@@ -117,21 +116,38 @@ def read_report_runs(folders: list[str], evaluation_set: str | None = None) -> l
         if paths.count(path) > 1:
             raise UserError(f"the run folder {path} is named twice")
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
+        names = [_legible("/".join(path.parts[-depth:])) for path in paths]
         if len(set(names)) == len(names):
             break
     return [read_report_run(path, name, evaluation_set) for path, name in zip(paths, names, strict=True)]
 
 
+def _legible(name: str) -> str:
+    """The name without what no page can show: bytes that are no UTF-8, line breaks."""
+    text = os.fsencode(name).decode("utf-8", errors="replace")
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _evaluation_sets(config: dict[str, Any]) -> list[dict[str, Any]]:
+    sets = _section(config, "evaluation").get("sets")
+    return [entry for entry in sets if isinstance(entry, dict)] if isinstance(sets, list) else []
+
+
 def _first_set(config: dict[str, Any], found: set[str]) -> str:
-    sets = [entry.get("name") for entry in config.get("evaluation", {}).get("sets") or []]
+    sets = [entry.get("name") for entry in _evaluation_sets(config)]
     return next((name for name in sets if name in found), min(found, default=""))
 
 
-def _points(path: Path, entropy: Series, accuracy: Series, *, of_first_set: bool) -> LawPoints:
+def _points(folder: Path, entropy: Series, accuracy: Series, *, of_first_set: bool) -> LawPoints:
     """The run's law.csv, which is of its first evaluation set; another set's points come from the metrics."""
+    path = folder / "law.csv"
     if of_first_set and path.is_file() and len(path.read_text(encoding="utf-8").split()) > 1:
-        return read_law_points(path)
+        return read_run_points(folder)
     steps = sorted(step for step in accuracy if step in entropy)
     return LawPoints(
         steps=[float(step) for step in steps],
@@ -182,7 +198,8 @@ def _member(folder: Path) -> dict[str, Any]:
     path = folder / MEMBER_FILE
     if not path.is_file():
         return {}
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} does not hold a mapping")
+    tree = read_yaml(path)
+    size = tree.get("parameters")
+    if size is not None and not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
+        raise UserError(f"{path}: parameters = {size!r} must be a positive number")
     return tree

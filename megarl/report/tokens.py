@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ STEPS_PER_RUN = 4
 RESPONSES_PER_STEP = 8
 TOKENS_PER_RESPONSE = 600
 TOKENS_IN_ALL = 120_000
-MEASURES = ("entropies", "covariances", "logprobs")
+COLUMNS = ("prompt", "reward", "group", "tokens", "entropies", "covariances", "logprobs", "selected")
 
 
 def token_view(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
@@ -41,11 +42,15 @@ def token_view(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     return view
 
 
-def _responses(path: Any, budget: int) -> tuple[list[dict[str, Any]], int]:
+def _responses(path: Path, budget: int) -> tuple[list[dict[str, Any]], int]:
     try:
-        rows = pq.read_table(path).slice(0, RESPONSES_PER_STEP).to_pylist()
+        with path.open("rb") as file:  # Arrow itself opens no path that is not UTF-8
+            table = pq.read_table(file)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a token dump: {error}") from error
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise UserError(f"{path} cannot be read as a token dump: it has no column {missing[0]}")
+    rows = table.slice(0, RESPONSES_PER_STEP).to_pylist()
     found, used = [], 0
     for row in rows:
         length = min(len(row["tokens"]), TOKENS_PER_RESPONSE, budget - used)
@@ -55,15 +60,14 @@ def _responses(path: Any, budget: int) -> tuple[list[dict[str, Any]], int]:
         found.append(
             {
                 "prompt": row["prompt"][-2000:],
-                "reward": row["reward"],
+                "reward": _finite(row["reward"]),
                 "group": row["group"],
                 "length": len(row["tokens"]),
                 "tokens": row["tokens"][:length],
                 "entropy": _rounded(row["entropies"], length),
                 "covariance": _rounded(row["covariances"], length),
                 "probability": _rounded(
-                    None if row["logprobs"] is None else [math.exp(min(value, 0.0)) for value in row["logprobs"]],
-                    length,
+                    row["logprobs"] and [None if v is None else math.exp(min(v, 0.0)) for v in row["logprobs"]], length
                 ),
                 "selected": None
                 if row["selected"] is None
@@ -73,5 +77,12 @@ def _responses(path: Any, budget: int) -> tuple[list[dict[str, Any]], int]:
     return found, used
 
 
-def _rounded(values: list[float] | None, length: int) -> list[float] | None:
-    return None if values is None else [float(f"{value:.3g}") for value in values[:length]]
+def _rounded(values: list[float | None] | None, length: int) -> list[float | None] | None:
+    """Three digits of each; None for what is no number, as in a run that diverged."""
+    if values is None:
+        return None
+    return [None if (v := _finite(value)) is None else float(f"{v:.3g}") for value in values[:length]]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

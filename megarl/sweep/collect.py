@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.law.scaling import ScalingFit
 from megarl.report.run import ReportRun, read_report_run
 from megarl.sweep.config import Member, SweepConfig
-from megarl.sweep.members import describe, state_of
+from megarl.sweep.members import describe, other_config, state_of
 
 COEFFICIENTS = ("a", "b", "ceiling")
 
@@ -35,6 +35,9 @@ def collect(sweep: SweepConfig, members: list[Member]) -> Collected:
             missing[member.name] = "has not started"
             continue
         try:
+            if (problem := other_config(member)) is not None:
+                missing[member.name] = problem
+                continue
             describe(member)
             runs.append(read_report_run(member.folder, member.name))
         except UserError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megarl.config import RunConfig, one_line
 from megarl.errors import UserError
@@ -20,17 +21,30 @@ NAME = r"^[A-Za-z0-9_.+-]+$"
 SWEPT = ("run.folder", "run.seed", "model.path")  # set per member
 
 
+def _is_command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"is no command: {error}") from error
+    if not words:
+        raise ValueError("is an empty command")
+    return text
+
+
+Command = Annotated[str, AfterValidator(_is_command)]
+
+
 class SizeSection(BaseModel):
     """One model size."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str = Field(pattern=NAME, description="Name in the members' names.")
     model: str = Field(description="HF model folder; {folder} is the sweep's folder.")
     parameters: float | None = Field(
         None, gt=0, description="Non-embedding parameters; unset: counted from the model folder's weights."
     )
-    prepare: list[str] = Field(
+    prepare: list[Command] = Field(
         default_factory=list,
         description="Commands that make a missing model folder; {folder}, {python}, {torchrun} are filled in.",
     )
@@ -66,13 +80,15 @@ class SlurmSection(BaseModel):
 class SweepConfig(BaseModel):
     """The whole sweep."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    folder: str = Field(description="Where configs, scripts, runs and results go; relative to the working directory.")
+    folder: str = Field(
+        min_length=1, description="Where configs, scripts, runs and results go; relative to the working directory."
+    )
     seeds: list[int] = Field([1], min_length=1, description="Seeds of every algorithm that names none.")
     at_once: int = Field(1, ge=1, description="Members that run at the same time on this machine.")
     member_minutes: float | None = Field(None, gt=0, description="A member that runs longer here is stopped as failed.")
-    prepare: list[str] = Field(default_factory=list, description="Commands before everything else, such as data.")
+    prepare: list[Command] = Field(default_factory=list, description="Commands before everything else, such as data.")
     prepared: str | None = Field(None, description="A path that exists when these commands need not run again.")
     base: Tree = Field(description="The run config that all members share; {folder} in a text is the sweep's folder.")
     sizes: list[SizeSection] = Field(min_length=1, description="Model sizes.")
@@ -129,7 +145,7 @@ def load_sweep(path: str | Path, folder: str | None = None) -> SweepConfig:
 def members_of(sweep: SweepConfig) -> list[Member]:
     """All runs of the sweep with their checked configs, largest variety first: seeds outermost, then algorithms.
 
-    Raises UserError: a member's config is not valid (the member is named).
+    Raises UserError: a member's config is not valid (the member is named), or two members have one name.
     """
     root = Path(sweep.folder)
     wanted = [
@@ -145,7 +161,10 @@ def members_of(sweep: SweepConfig) -> list[Member]:
         tree = merged(merged(sweep.base, size.config), algorithm.config)
         for key in SWEPT:
             section, field = key.split(".")
-            if field in (tree.get(section) or {}):
+            values = tree.get(section) or {}
+            if not isinstance(values, dict):
+                raise UserError(f"member {name}: {section} = {values!r} must be a section")
+            if field in values:
                 raise UserError(f"member {name}: {key} is set by the sweep; leave it out of base and config")
         own = {"run": {"folder": str(root / "runs" / name), "seed": seed}, "model": {"path": size.model}}
         tree = filled(merged(tree, own), folder=sweep.folder)
@@ -154,6 +173,11 @@ def members_of(sweep: SweepConfig) -> list[Member]:
         except ValidationError as error:
             raise UserError(f"member {name}: {one_line(error, RunConfig)}") from error
         members.append(Member(name, size, algorithm.name, seed, config, root))
+    names = [member.name for member in members]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"two members have the name {twice[0]}: name sizes and algorithms otherwise, list no seed twice"
+        )
     return members
 
 

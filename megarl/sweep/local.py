@@ -15,7 +15,7 @@ from typing import IO
 
 from megarl.errors import UserError
 from megarl.sweep.config import Member, SweepConfig, filled
-from megarl.sweep.members import describe, has_checkpoint, last_step, state_of, write_config
+from megarl.sweep.members import describe, has_checkpoint, last_step, other_config, state_of, write_config
 from megarl.sweep.scripts import launch_command
 
 POLL_SECONDS = 0.5
@@ -40,39 +40,45 @@ def run_sweep(sweep: SweepConfig, members: list[Member]) -> list[str]:
     """The names of the members that failed; on return every other one is finished.
 
     Each member's output goes to logs/<name>.log. On SIGTERM or SIGINT the members are asked to save and end, and
-    StopSweepError is raised; the same command goes on later.
+    StopSweepError is raised; the same command goes on later. No member outlives this function.
     """
-    prepare(sweep, members)
-    waiting = []
-    for member in members:
-        state = state_of(member)
-        if state == "finished":
-            describe(member)
-            _say(f"{member.name}: finished already")
-        else:
-            waiting.append(member)
-    failed: list[str] = []
-    running: list[_Running] = []
-    with _Signals():
+    with _Signals() as signals:
+        prepare(sweep, members, signals)
+        waiting, failed = _due(members)
+        running: list[_Running] = []
         try:
             while waiting or running:
                 while waiting and len(running) < sweep.at_once:
                     running.append(_start(waiting.pop(0)))
                 time.sleep(POLL_SECONDS)
+                signals.check()
                 for one in list(running):
                     if (outcome := _outcome(one, sweep.member_minutes)) is not None:
                         running.remove(one)
                         failed += _finish(one, outcome)
-        except StopSweepError:
-            _stop(running)
-            raise
+        finally:
+            _stop(running, signals)
     return failed
 
 
-def prepare(sweep: SweepConfig, members: list[Member]) -> None:
+def _due(members: list[Member]) -> tuple[list[Member], list[str]]:
+    """(members to run, names of those whose finished runs are not what the sweep asks for)."""
+    waiting, failed = [], []
+    for member in members:
+        if state_of(member) != "finished":
+            waiting.append(member)
+        elif (problem := other_config(member)) is not None:
+            _say(f"{member.name}: FAILED, {problem}")
+            failed.append(member.name)
+        else:
+            describe(member)
+            _say(f"{member.name}: finished already")
+    return waiting, failed
+
+
+def prepare(sweep: SweepConfig, members: list[Member], signals: _Signals) -> None:
     """Nothing; data and start models exist. Raises UserError: a command failed (its log is named)."""
     root = Path(sweep.folder)
-    root.mkdir(parents=True, exist_ok=True)
     values = {
         "folder": sweep.folder,
         "python": sys.executable,
@@ -80,27 +86,37 @@ def prepare(sweep: SweepConfig, members: list[Member]) -> None:
     }
     if sweep.prepare and not (sweep.prepared and Path(filled(sweep.prepared, **values)).exists()):
         for command in sweep.prepare:
-            _prepare_command(root, "sweep", filled(command, **values))
+            _prepare_command(root, "sweep", filled(command, **values), signals)
     for size in sweep.sizes:
         used = any(member.size.name == size.name for member in members)
         if used and not (Path(filled(size.model, **values)) / "config.json").is_file():
             for command in size.prepare:
-                _prepare_command(root, size.name, filled(command, **values))
+                _prepare_command(root, size.name, filled(command, **values), signals)
 
 
-def _prepare_command(root: Path, what: str, command: str) -> None:
+def _prepare_command(root: Path, what: str, command: str, signals: _Signals) -> None:
     log = root / "logs" / f"prepare_{what}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     _say(f"prepare {what}: {command}")
     with log.open("ab") as file:
         try:
-            done = subprocess.run(
-                shlex.split(command), stdout=file, stderr=subprocess.STDOUT, timeout=PREPARE_SECONDS, check=False
+            process = subprocess.Popen(
+                shlex.split(command), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             raise UserError(f"preparing {what}: {command!r}: {error}") from error
-    if done.returncode:
-        raise UserError(f"preparing {what}: {command!r} ended with code {done.returncode}: {_tail(log)} (see {log})")
+        try:
+            deadline = time.monotonic() + PREPARE_SECONDS
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                signals.check()
+                if time.monotonic() > deadline:
+                    raise UserError(f"preparing {what}: {command!r} took more than {PREPARE_SECONDS:g} s (see {log})")
+        finally:
+            _end_group(process, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        raise UserError(f"preparing {what}: {command!r} ended with code {process.returncode}: {_tail(log)} (see {log})")
 
 
 def _start(member: Member) -> _Running:
@@ -135,25 +151,29 @@ def _outcome(one: _Running, minutes: float | None) -> str | None:
 
 def _finish(one: _Running, outcome: str) -> list[str]:
     one.log.close()
-    minutes = (time.monotonic() - one.began) / 60
+    minutes, log = (time.monotonic() - one.began) / 60, _log_path(one.member)
+    try:
+        if not outcome:
+            describe(one.member)
+    except UserError as error:  # the others go on
+        outcome = str(error)
     if outcome:
-        _say(f"{one.member.name}: FAILED, {outcome}: {_tail(_log_path(one.member))} (see {_log_path(one.member)})")
+        _say(f"{one.member.name}: FAILED, {outcome}: {_tail(log)} (see {log})")
         return [one.member.name]
-    describe(one.member)
     _say(f"{one.member.name}: finished in {minutes:.1f} min")
     return []
 
 
-def _stop(running: list[_Running]) -> None:
+def _stop(running: list[_Running], signals: _Signals) -> None:
+    """Nothing; all of them have ended, within STOP_SECONDS with their state saved, or at a second signal at once."""
     for one in running:
         _end_group(one.process, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS
+    while any(one.process.poll() is None for one in running) and time.monotonic() < deadline and signals.count < 2:
+        time.sleep(POLL_SECONDS)
     for one in running:
-        try:
-            one.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _end_group(one.process, signal.SIGKILL)
-            one.process.wait()
+        _end_group(one.process, signal.SIGKILL)
+        one.process.wait()
         one.log.close()
         _say(f"{one.member.name}: stopped after step {last_step(one.member.folder)}")
 
@@ -164,18 +184,27 @@ def _end_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None
 
 
 class _Signals:
-    """Turns SIGTERM and SIGINT into StopSweepError while it is entered."""
+    """Counts SIGTERM and SIGINT while it is entered; `check` raises where the sweep can stop in order."""
 
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._raise) for number in (signal.SIGTERM, signal.SIGINT)}
+    def __init__(self) -> None:
+        self.count = 0
+        self._name = ""
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @staticmethod
-    def _raise(number: int, _: FrameType | None) -> None:
-        raise StopSweepError(signal.Signals(number).name)
+    def check(self) -> None:
+        """Nothing. Raises StopSweepError when a signal has come."""
+        if self.count:
+            raise StopSweepError(self._name)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.count, self._name = self.count + 1, signal.Signals(number).name
 
 
 def _log_path(member: Member) -> Path:

@@ -10,7 +10,10 @@ import yaml
 
 from megarl.config import save_config
 from megarl.errors import UserError
+from megarl.law.runs import read_yaml
+from megarl.policy.checkpoint.files import saved_steps
 from megarl.report.run import MEMBER_FILE
+from megarl.resume import CHECKPOINTS, config_changes
 from megarl.sweep.config import Member
 
 State = Literal["new", "unfinished", "finished"]
@@ -43,8 +46,18 @@ def last_step(folder: Path) -> int:
 
 
 def has_checkpoint(member: Member) -> bool:
-    """Whether there is something that the run can go on from."""
-    return any((member.folder / "checkpoints").glob("step_*"))
+    """Whether there is something that the run can go on from; what a killed save left is not."""
+    return bool(saved_steps(member.folder / CHECKPOINTS))
+
+
+def other_config(member: Member) -> str | None:
+    """What the config of the member's run has that the sweep's now has not; None where nothing matters."""
+    changes = config_changes(read_yaml(member.folder / "config.yaml"), member.config)
+    told = [change for _, change, harmless in changes if harmless is None]
+    if not told:
+        return None
+    more = f" (+{len(told) - 3} more)" if len(told) > 3 else ""
+    return f"was run with another config: {'; '.join(told[:3])}{more}; set it back, or remove {member.folder}"
 
 
 def write_config(member: Member) -> None:

@@ -175,9 +175,17 @@ def _keep_lines(path: Path, keeps: Callable[[str], bool]) -> None:
     """Nothing; of the file's whole lines those that `keeps` says are left."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and keeps(line)]
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept, broken = [], 0
+    for line in (line for line in lines if line.endswith(b"\n")):
+        try:
+            if keeps(line.decode("utf-8")):
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):  # what a crash of the machine, or an editor, left there
+            broken += 1
+    if broken:
+        logger.warning("%s: %d lines that are no records were dropped", path, broken)
     if kept != lines:
         beside = path.with_name(path.name + ".part")
-        beside.write_text("".join(kept), encoding="utf-8")
+        beside.write_bytes(b"".join(kept))
         beside.rename(path)

@@ -131,6 +131,22 @@ def test_another_layout_goes_on_within_rounding(
     assert largest_difference(resumed, whole) < 1e-4
 
 
+def restore_by_name(rank: int, world: int, folder: str, root: str) -> tuple[int, list[str]]:
+    policy = build_policy(folder, {}, "float32", True)
+    manifest = open_store(policy, root).restore()
+    return manifest.step, sorted(entry.name for entry in Path(root).iterdir())
+
+
+def test_a_checkpoint_under_another_step_s_name_is_not_taken_for_it(
+    saved_at_tp2_dp2: tuple[str, str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, root, _ = saved_at_tp2_dp2
+    shutil.copytree(f"{root}/step_000003", tmp_path / "step_000003")
+    shutil.copytree(f"{root}/step_000003", tmp_path / "step_000009")
+    ((step, left),) = run_ranks(restore_by_name, 1, folder, str(tmp_path), timeout=280)
+    assert step == 3 and left == ["step_000003", "step_000009.damaged"]
+
+
 def lose_a_moment(rank: int, world: int, folder: str, root: str) -> str:
     from megarl.policy.checkpoint import training_state
 

@@ -116,3 +116,10 @@ def test_steps_beyond_six_digits_are_found(tmp_path: Path) -> None:
     assert files.saved_steps(tmp_path) == [5, 1_234_567]
     files.remove_checkpoint(tmp_path, 5)
     assert files.saved_steps(tmp_path) == [1_234_567]
+
+
+def test_folders_with_another_name_than_their_step_s_are_no_checkpoints(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4)
+    (tmp_path / "step_0000007").mkdir()
+    (tmp_path / "step_000008").write_text("a file")
+    assert files.saved_steps(tmp_path) == [4]

@@ -202,3 +202,69 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
+
+
+SIZES = "\n".join(
+    f"{name},{n},{step},{h},{b - 0.1 * math.exp(h)!r}"
+    for name, n, b in (("small", 1e6, 0.3), ("middle", 1e7, 0.4), ("large", 1e8, 0.5))
+    for step, h in enumerate((0.6, 0.5, 0.4, 0.3))
+)
+
+
+def test_sizes_are_fitted_from_points_although_one_run_is_too_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text(f"model,N,step,entropy,reward\n{SIZES}\nhuge,1e9,0,0.5,0.4\n")
+    arguments = ["law", "scale", str(path), "--group", "model", "--parameters", "N"]
+    main([*arguments, "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert [size["name"] for size in record["sizes"]] == ["small", "middle", "large"]
+    assert record["lines"]["b"]["slope"] == pytest.approx(0.1 / math.log(10))
+    assert record["not_fitted"] == [{"run": "huge", "reason": "the law needs at least 3 points, got 1"}]
+    main(arguments)
+    assert "huge: not fitted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "arguments", "message"),
+    [
+        ("scale", b"\xff\xfea,b", [], "not a CSV text file"),
+        ("scale", b"parameters,a,a,b\n1,2,3,4\n", [], "has 2 columns 'a', of which one is meant"),
+        ("scale", b"parameters,a,b\n7B,2,3\n", [], "line 2: column 'parameters' holds '7B'"),
+        ("scale", b"parameters,a,b,precision\n1,2,3,bf16\n2,2,3,fp32\n", [], "runs of precision bf16 and fp32"),
+        ("forecast", b"step,entropy,reward\n0,.5,\n1,.4,\n", [], "the first 0.15 of 0 points are 0; at least 5"),
+        ("forecast", b"step,entropy,reward\n0,.5,.1\n1,.4,.2\n", [], "the first 0.15 of 2 points are 0; at least 5"),
+    ],
+)
+def test_bad_tables_of_other_commands_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: bytes, arguments: list[str], message: str
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as stopped:
+        main(["law", command, str(path), *arguments])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and message in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("step", ["nan", "inf"])
+def test_a_step_that_never_comes_is_not_forecast(
+    long_curve: Path, capsys: pytest.CaptureFixture[str], step: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["law", "forecast", str(long_curve), "--at", step])
+    assert stopped.value.code == 2 and "must be a finite number" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = tmp_path / "points.csv"
+    path.write_text(f"run,N,step,entropy,reward\n{SIZES}\n")
+    main(["law", "fit", str(path)])
+    main(["law", "scale", str(path), "--parameters", "N"])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert "│ middle │      4 │ 0.100 ± 0.000 │ 0.400 ± 0.000 │" in printed and "│ large (largest) │" in printed

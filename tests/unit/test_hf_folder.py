@@ -121,6 +121,54 @@ def test_frequencies_and_a_repeated_tied_weight_are_no_surplus(model: Path) -> N
     assert "lm_head.weight" not in expected_tensors(shape)
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": "x"}', ""])
+def test_an_index_that_is_none_is_named(model: Path, text: str) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"index\.json is not an index of weight files"):
+        SafetensorsFolder(model)
+
+
+@pytest.mark.parametrize("name", ["5", "null", '"nowhere.safetensors"'])
+def test_an_index_that_points_nowhere_names_the_file(model: Path, name: str) -> None:
+    (model / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {name}}}}}')
+    with pytest.raises(UserError, match=r"weight file (5|None|nowhere\.safetensors) is missing"):
+        SafetensorsFolder(model)
+
+
+def test_a_lost_index_is_told_from_lost_weights(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match=r"1 other safetensors files are there, but no model\.safetensors\.index"):
+        SafetensorsFolder(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 must be at least 1"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads = -2 must be at least 1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta = 0 of the rope parameters must be",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}},
+            "factor = '2' of the rope parameters must be a positive number",
+        ),
+        ({"vocab_size": 0}, "vocab_size = 0 must be at least 1"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers = 0 must be at least 1"),
+    ],
+)
+def test_sizes_that_are_none_are_one_line(model: Path, change: dict[str, object], told: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=told) as refused:
+        read_model_shape(model)
+    assert "\n" not in str(refused.value)
+
+
 def test_truncated_and_pickled_weights_are_named(model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[: len(content) // 2])

@@ -160,13 +160,29 @@ def test_a_robust_fit_of_points_on_the_curve_is_exact() -> None:
         ([0.5, math.nan, 0.3], [0.1, 0.2, 0.3], "entropy of point 1"),
         ([0.5, 0.4, 0.3], [0.1, 0.2, math.inf], "reward of point 2"),
         ([0.5, 0.4, 0.3], [0.1, 0.2], "one length"),
-        ([800.0, 0.4, 0.3], [0.1, 0.2, 0.3], "overflows"),
+        ([800.0, 0.4, 0.3], [0.1, 0.2, 0.3], "beyond any vocabulary"),
+        ([360.0, 0.4, 0.3], [0.1, 0.2, 0.3], "beyond any vocabulary; allowed: up to 100"),
+        ([5e-9, 4e-9, 3e-9], [0.1, 0.2, 0.3], "entropy is 5e-09 at every point but for 2e-09 nats"),
+        ([0.5, 0.4, 0.3], [0.1, -1e200, 0.3], r"reward -1e\+200 is no sensible number"),
+        ([0.5, 0.4, 0.3], [1e-200, 2e-200, 3e-200], "rewards differ by 2e-200 only"),
         ([0.5, -0.1, 0.3], [0.1, 0.2, 0.3], "entropy of point 1 .* is -0.1; it cannot be negative"),
     ],
 )
 def test_points_that_fix_no_law_are_refused(entropy: list[float], reward: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         fit_law(entropy, reward)
+
+
+def test_an_entropy_that_rounding_put_below_0_counts_as_0() -> None:
+    fit = fit_law([0.5, 0.2, -1e-8], [0.1, 0.2, 0.3])
+    assert fit == fit_law([0.5, 0.2, 0.0], [0.1, 0.2, 0.3])
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_at_the_edge_of_what_is_allowed_are_fitted() -> None:
+    for h, r in (([100.0, 50.0, 1.0, 0.5], [0.1, 0.2, 0.3, 0.35]), ([0.5, 0.4, 0.3, 0.2], [1e12, 9e11, -1e12, 0])):
+        assert np.isfinite([*fit_law(h, r).intervals["a"], fit_law(h, r).r2]).all()
+    assert fit_law([2e-4, 1e-4, 0.0, 5e-5], [0.1, 0.2, 0.3, 0.25]).a == pytest.approx(1e3, rel=1e-3)
 
 
 def test_a_bad_fit_is_warned_of() -> None:

@@ -60,6 +60,20 @@ def test_a_long_quiet_series_is_continued_on_its_curve(family: str) -> None:
     assert decay.family.startswith(family)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.002, 0.02])
+def test_a_straight_or_rising_start_is_continued_at_its_last_entropies(noise: float) -> None:
+    """Its best curves have a floor far below 0; those that are allowed must pass through the points all the same."""
+    generator = np.random.default_rng(1)
+    steps = np.arange(0, 60, 4.0)
+    for slope in (-0.004, 0.0, 0.004):
+        entropy = (0.6 + slope * steps) * (1 + noise * generator.normal(size=len(steps)))
+        drawn = fit_decay(steps, entropy, 400.0).draw(np.array([60.0, 400.0]), 1000, np.random.default_rng(0))
+        assert drawn.shape == (1000, 2) and drawn.min() >= 0
+        assert np.median(drawn[:, 0]) == pytest.approx(entropy[-1], rel=0.25), slope
+        assert drawn.max() < 1.2 * entropy.max(), slope
+        assert (drawn[:, 1] <= drawn[:, 0] + 1e-9).all(), "entropy never rises along a curve"
+
+
 def test_drawn_curves_stay_within_what_entropy_can_be() -> None:
     steps, entropy, _ = run_of(60, noise=0.03)
     decay = fit_decay(steps[:9], entropy[:9], 1000.0)
@@ -117,3 +131,9 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         forecast_run(steps[:6], [0.5, 0.4, 0.3, 0.2, 0.1, 0.0], reward[:6], 1000)
     with pytest.raises(UserError, match="more than 5 points, got 5"):
         backtest(steps[:5], entropy[:5], reward[:5])
+
+
+def test_a_step_beyond_all_decay_has_the_floor_s_entropy() -> None:
+    steps, entropy, reward = run_of(60)
+    ahead = forecast_run(steps, entropy, reward, [1e300])
+    assert 0 <= ahead.entropy_low[0] <= ahead.entropy_high[0] < entropy[-1] * 1.2

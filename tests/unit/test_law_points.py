@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import UserError
-from megarl.law.points import Columns, read_law_points, read_law_runs
+from megarl.law.points import Columns, read_law_points, read_law_runs, read_run_points
 
 
 def written(folder: Path, text: str) -> Path:
@@ -75,6 +75,14 @@ HALF_IN_BITS = "\n".join(f"{h / math.log(2) if i < 3 else h},{0.1 + i / 50}" for
         ("step,entropy,reward\n0,.5,.1\n0,.4,.2\n", Columns(), "more than once; name the column .* with --group"),
         ("entropy,reward\n.5,.1\n", Columns(group=("model",)), r"no column 'model' \(set --group\)"),
         ("entropy,reward\n", Columns(), "has a header line but no points"),
+        ("entropy,reward,reward\n.5,.1,.2\n", Columns(), "has 2 columns 'reward', of which one is meant; rename them"),
+        ("step,step,entropy,reward\n0,1,.5,.1\n", Columns(), "has 2 columns 'step'"),
+        ("entropy;reward\n0,5;0,1\n", Columns(), "separates its columns by semicolons; commas are expected"),
+        ("entropy,reward\n0,5,0,1\n", Columns(), "line 2 has 4 cells for 2 columns; is a comma meant as a decimal"),
+        ("entropy,reward\n0.5_1,.1\n", Columns(), "line 2: column 'entropy' holds '0.5_1', which is not a number"),
+        ('entropy,reward\n".5,.1\n.4,.2\n', Columns(), "not a CSV text file"),
+        ("entropy,entropy_unit,reward\n400,bits,.1\n", Columns(), "reaches 400, more bits per token than a vocab"),
+        ("entropy,reward\n.5,0.4\n.4,1.1\n", Columns(), "reaches 1.1, which may be percent or a reward above 1; say"),
     ],
 )
 def test_what_does_not_belong_into_one_fit_is_refused(
@@ -83,6 +91,28 @@ def test_what_does_not_belong_into_one_fit_is_refused(
     with pytest.raises(UserError, match=message) as refused:
         read_law_runs(written(tmp_path, text), columns)
     assert "\n" not in str(refused.value)
+
+
+def test_what_programs_write_around_the_numbers_is_no_matter(tmp_path: Path) -> None:
+    text = '\ufeffstep, "entropy" ,reward,,\r\n\r\n8,"0.3",0.4,,\r\n0, .5 ,"0.1",,\r\n\r\n4,.4,.2\r\n12\r\n'
+    path = tmp_path / "points.csv"
+    path.write_bytes(text.replace('"entropy" ', "entropy ").encode())
+    points = read_law_points(path)
+    assert (points.steps, points.entropy, points.reward) == ([0, 4, 8], [0.5, 0.4, 0.3], [0.1, 0.2, 0.4])
+    assert points.skipped == 1, "the short line"
+
+
+def test_names_that_read_alike_stay_apart(tmp_path: Path) -> None:
+    path = written(tmp_path, "size,method,entropy,reward\n7b a,b,.5,.1\n7b,a b,.4,.2\n")
+    assert [run.entropy for run in read_law_runs(path, Columns(group=("size", "method")))] == [[0.5], [0.4]]
+
+
+def test_a_run_s_own_points_are_taken_as_they_are(tmp_path: Path) -> None:
+    jump = "step,entropy,reward\n" + "".join(f"{i},{h},{0.1 + i / 50}\n" for i, h in enumerate([*SMOOTH, 0.64, 0.62]))
+    (tmp_path / "law.csv").write_text(jump)
+    with pytest.raises(UserError, match="as if bits and nats were mixed"):
+        read_law_points(tmp_path / "law.csv")
+    assert read_run_points(tmp_path).entropy[-1] == 0.62
 
 
 def test_what_is_grouped_apart_is_accepted(tmp_path: Path) -> None:

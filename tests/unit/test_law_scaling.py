@@ -71,6 +71,10 @@ def test_sizes_that_fix_no_line_are_refused() -> None:
         fit_scaling(PUBLISHED[:2])
     with pytest.raises(UserError, match="model size 0 of x must be a positive"):
         fit_scaling([*PUBLISHED, SizePoint(0, 0.1, 0.2, "x")])
+    with pytest.raises(UserError, match="are almost the same; give runs of one size one number"):
+        fit_scaling([*PUBLISHED, SizePoint(6.530000001e9, 0.1, 0.2)])
+    with pytest.raises(UserError, match="must be finite and at most"):
+        fit_scaling([*PUBLISHED, SizePoint(1e9, 0.1, 1e200)])
     with pytest.raises(UserError, match="must be finite"):
         fit_scaling([*PUBLISHED, SizePoint(1e9, math.nan, 0.2, "x")])
 
@@ -118,3 +122,20 @@ def test_the_end_of_the_gain_is_warned_of_once() -> None:
     warning = budget_warning(points[:3])
     assert warning is not None and "4.2% of the gain" in warning
     assert budget_warning(points) is None
+
+
+def test_live_metrics_wait_for_entropies_that_differ() -> None:
+    points = [(float(step), 5.0 + 1e-9 * step, 0.1 + step / 100) for step in range(6)]
+    assert "law/a" not in law_metrics(points, 200)
+
+
+def test_each_ceiling_is_forecast_by_numpys_line_through_the_others() -> None:
+    fit = fit_scaling(PUBLISHED)
+    x, y = np.log([p.parameters for p in PUBLISHED]), np.array([p.ceiling for p in PUBLISHED])
+    errors = []
+    for place, row in enumerate(fit.held_out):
+        others = np.arange(len(x)) != place
+        predicted = np.polyval(np.polyfit(x[others], y[others], 1), x[place])
+        assert row.predicted == pytest.approx(predicted, rel=1e-10)
+        errors.append(predicted - y[place])
+    assert fit.leave_one_out_rmse == pytest.approx(float(np.sqrt(np.mean(np.square(errors)))), rel=1e-10)

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.law.report import comparison_picture, comparison_table, markdown_table, read_run
+from megarl.law.runs import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,3 +130,12 @@ def test_a_single_run_without_a_law_still_has_a_picture(tmp_path: Path) -> None:
     (folder / "law.csv").write_text("step,entropy,reward\n0,0.4,0.2\n3,0.3,0.3\n")
     comparison_picture({"grpo": read_run(folder)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
+
+
+def test_a_record_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "x": 1}\n{"step": 1, "x": 2}\n{"step": 2, "x')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+    path.write_bytes(b'{"step": 0, "x": 1}\n\xff\x00\n{"step": 2, "x": 2}\n')
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        read_metrics(tmp_path)

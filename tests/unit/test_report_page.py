@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.cli import main
+from megarl.errors import UserError
 from megarl.report.run import read_report_runs
+from megarl.report.tokens import token_view
+from megarl.track.loggers import TOKEN_COLUMNS
 from tests.browser import CHROMIUM, Page, chromium
 from tests.report_runs import write_run
 
@@ -129,12 +136,79 @@ def test_names_are_the_shortest_that_differ(tmp_path: Path) -> None:
     assert [run.name for run in read_report_runs(paths)] == ["monday/grpo", "tuesday/grpo"]
 
 
+def test_names_that_no_page_can_show_are_made_legible(tmp_path: Path) -> None:
+    names = ("a\nb", "<b>  x", os.fsdecode(b"caf\xe9"))
+    paths = [str(write_run(tmp_path / f"run{place}", steps=4).rename(tmp_path / n)) for place, n in enumerate(names)]
+    runs = read_report_runs(paths)
+    assert [run.name for run in runs] == ["a\ufffdb", "<b>  x", "caf\ufffd"]
+    assert {dump["run"] for dump in token_view(runs)} == {run.name for run in runs}
+
+
+def test_a_diverged_run_s_tokens_are_shown_without_its_numbers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    path = folder / "samples" / "step_000000_tokens.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[0] |= {"reward": math.nan}
+    for column, value in (("entropies", math.nan), ("logprobs", math.nan), ("covariances", -math.inf)):
+        rows[0][column][3] = value
+    pq.write_table(pa.Table.from_pylist(rows, schema=TOKEN_COLUMNS), path)
+    (run,) = read_report_runs([str(folder)])
+    first = token_view([run])[0]["responses"][0]
+    assert first["reward"] is None
+    assert [first[name][3] for name in ("entropy", "probability", "covariance")] == [None, None, None]
+    assert all(first[name][4] is not None for name in ("entropy", "probability", "covariance"))
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    with pytest.raises(UserError, match="cannot be read as a token dump: it has no column reward"):
+        token_view([run])
+
+
+def test_a_config_with_empty_sections_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    (folder / "config.yaml").write_text("objective:\nevaluation:\nrollout: []\n")
+    (run,) = read_report_runs([str(folder)])
+    assert run.conditions["precision"] == "unknown" and run.evaluation_set == "sums" and run.algorithm.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"a: [", "config.yaml is not valid YAML"),
+        ("config.yaml", b"\xff\xfe", "config.yaml is not valid YAML"),
+        ("member.yaml", b"a: [", "member.yaml is not valid YAML"),
+        ("member.yaml", b"- 1", "member.yaml does not hold a mapping"),
+        ("member.yaml", b"parameters: seven", "parameters = 'seven' must be a positive number"),
+        ("member.yaml", b"parameters: .nan", "parameters = nan must be a positive number"),
+    ],
+)
+def test_broken_files_of_a_run_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        read_report_runs([str(folder)])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out, figures, message in (
+        ("/dev/full", None, "/dev/full cannot be written: No space left on device"),
+        (str(tmp_path / "r.html"), str(tmp_path / "file" / "x"), "cannot be written: Not a directory"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", str(folders[0]), "-o", out, *(["--figures", figures] if figures else [])])
+        printed = capsys.readouterr().err
+        assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{absent}"], "a run folder is expected"),
         (["{run}", "{run}"], "is named twice"),
         (["{run}", "-o", "{absent}/r.html"], "does not exist"),
+        (["{run}", "-o", "{run}"], "is a folder; name the file to write"),
         (["{run}", "--set", "gsm8k"], "no evaluation set 'gsm8k'; its sets: sums"),
     ],
 )

@@ -78,6 +78,13 @@ def test_the_length_matters_to_a_learning_rate_that_decays() -> None:
         compare(config(loop={"steps": 20}, optimizer={"schedule": "cosine"}), optimizer={"schedule": "cosine"})
 
 
+def test_the_model_s_folder_matters_to_a_reference_policy(caplog: pytest.LogCaptureFixture) -> None:
+    compare(config(model={"path": "moved"}))
+    kl = {"reference_kl": {"coefficient": 0.01}}
+    with pytest.raises(UserError, match=r'model\.path = "model" became "moved"'):
+        compare(config(model={"path": "moved"}, objective=kl), objective=kl)
+
+
 def test_a_key_that_an_earlier_version_did_not_know_counts_as_its_default() -> None:
     saved = config().model_dump(mode="json")
     del saved["checkpoint"], saved["objective"]["loss"]
@@ -129,6 +136,17 @@ def test_another_model_is_refused_by_what_differs(
     with pytest.raises(UserError) as refused:
         check_earlier_run(earlier_run, "train", config(), other)
     assert told in str(refused.value)
+
+
+def test_another_scaling_of_the_positions_is_another_model(tmp_path: Path) -> None:
+    def identity(name: str, factor: float) -> dict[str, Any]:
+        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": factor}
+        folder = write_tiny_model(tmp_path / name, "qwen2", tied=True, layers=2, rope_parameters=rope)
+        return read_model_shape(folder).identity()
+
+    two, same, four = identity("two", 2.0), identity("same", 2.0), identity("four", 4.0)
+    assert two == same
+    assert {key for key in two if two[key] != four[key]} == {"rope_scaling"}
 
 
 def test_the_same_model_and_config_go_on_and_another_program_does_not(earlier_run: Path, tmp_path: Path) -> None:

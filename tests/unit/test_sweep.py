@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megarl.config import save_config
 from megarl.errors import UserError
 from megarl.report.run import MEMBER_FILE
+from megarl.sweep import local
 from megarl.sweep.collect import coefficient_rows, collect, write_coefficients, write_law_csv
-from megarl.sweep.config import SweepConfig, filled, load_sweep, members_of, merged
-from megarl.sweep.members import last_step, non_embedding_parameters, state_of
+from megarl.sweep.config import Member, SweepConfig, filled, load_sweep, members_of, merged
+from megarl.sweep.local import StopSweepError, run_sweep
+from megarl.sweep.members import has_checkpoint, last_step, non_embedding_parameters, other_config, state_of
 from megarl.sweep.scripts import launch_command, write_scripts
 from tests.report_runs import write_run
 from tests.tiny_models import write_tiny_model
@@ -49,6 +56,11 @@ def loaded(folder: Path, **changes: Any) -> SweepConfig:
     return load_sweep(path)
 
 
+def write_member_run(member: Member, **settings: Any) -> None:
+    write_run(member.folder, **settings)
+    save_config(member.config, member.folder / "config.yaml")
+
+
 def test_members_are_sizes_times_algorithms_times_seeds(tmp_path: Path) -> None:
     members = members_of(loaded(tmp_path))
     assert [member.name for member in members] == [
@@ -77,6 +89,18 @@ def test_merging_keeps_both_trees() -> None:
         ({"algorithms": [{"name": "grpo", "sizes": ["huge"]}]}, "no size 'huge' in"),
         ({"base": {"loop": {"steps": 0}, "data": {"files": ["x"]}}}, "member small_grpo_seed1: loop.steps = 0"),
         ({"base": {"run": {"seed": 3}, "loop": {"steps": 1}}}, "run.seed is set by the sweep"),
+        ({"base": {"run": 5, "loop": {"steps": 1}}}, "member small_grpo_seed1: run = 5 must be a section"),
+        ({"seeds": [1, 1]}, "two members have the name small_grpo_seed1: .* list no seed twice"),
+        (
+            {
+                "sizes": [{"name": "a_b", "model": "m"}, {"name": "a", "model": "m"}],
+                "algorithms": [{"name": "c"}, {"name": "b_c"}],
+            },
+            "two members have the name a_b_c_seed1",
+        ),
+        ({"prepare": ["echo 'a"]}, 'prepare.0 = "echo \'a": .*is no command: No closing quotation'),
+        ({"prepare": [" "]}, "is an empty command"),
+        ({"sizes": [{"name": "x", "model": "m", "parameters": float("inf")}]}, "parameters = inf"),
         (
             {"base": {"loop": {"steps": 1, "stepz": 1}, "data": {"files": ["x"]}}},
             "small_grpo_seed1: unknown key loop.stepz",
@@ -143,8 +167,8 @@ def test_launch_scripts_name_every_member(tmp_path: Path) -> None:
 
 def test_results_of_what_there_is_are_collected(tmp_path: Path) -> None:
     members = members_of(loaded(tmp_path))
-    write_run(members[0].folder, a=0.2, b=0.7, selects=False)
-    write_run(members[1].folder, a=0.3, b=0.9, steps=40, selects=False)
+    write_member_run(members[0], a=0.2, b=0.7, selects=False)
+    write_member_run(members[1], a=0.3, b=0.9, steps=40, selects=False)
     collected = collect(loaded(tmp_path), members)
     assert collected.missing == {
         "large_grpo_seed1": "is unfinished; what it has recorded is included",
@@ -160,6 +184,81 @@ def test_results_of_what_there_is_are_collected(tmp_path: Path) -> None:
     assert len(lines) == 1 + 41 + 21 and lines[1].startswith("small_grpo_seed1,small,grpo,1,100000,")
     write_coefficients(rows, tmp_path / "coefficients.csv")
     assert len((tmp_path / "coefficients.csv").read_text().splitlines()) == 3
+
+
+def test_results_of_another_config_are_not_taken_for_the_sweep_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = members_of(loaded(tmp_path))[:1]
+    write_member_run(members[0], selects=False)
+    tree = sweep_tree(tmp_path / "out")["base"] | {"optimizer": {"learning_rate": 1e-3}}
+    changed = loaded(tmp_path, base=tree)
+    member = members_of(changed)[0]
+    assert other_config(members[0]) is None
+    told = "was run with another config: optimizer.learning_rate = 1e-06 became 0.001; set it back, or remove"
+    assert (other_config(member) or "").startswith(told)
+    assert told in collect(changed, [member]).missing[member.name]
+    assert run_sweep(changed, [member]) == [member.name]
+    assert f"{member.name}: FAILED, {told}" in capsys.readouterr().out
+    assert run_sweep(loaded(tmp_path), members) == []
+
+
+def test_a_save_that_was_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
+    member = members_of(loaded(tmp_path))[0]
+    (member.folder / "checkpoints" / "step_000020.part").mkdir(parents=True)
+    (member.folder / "checkpoints" / "step_000010.damaged").mkdir()
+    assert not has_checkpoint(member)
+    (member.folder / "checkpoints" / "step_000020").mkdir()
+    assert has_checkpoint(member)
+
+
+STUBBORN = "trap 'echo asked >> {log}' TERM; echo $$ >> {log}; while true; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_no_member_outlives_a_stopped_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
+    """Its members are asked to end, and killed when they do not, or when a second signal comes."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(local, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.5 if signals == 1 else 60.0)
+    monkeypatch.setattr(local, "launch_command", lambda *_: ["bash", "-c", STUBBORN.format(log=log)])
+    sweep = loaded(tmp_path, at_once=2)
+    (tmp_path / "out").mkdir()
+
+    def interrupt() -> None:
+        while not log.is_file() or len(log.read_text().split()) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while "asked" not in log.read_text():
+            time.sleep(0.02)
+        if signals == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(StopSweepError, match="SIGTERM"):
+        run_sweep(sweep, members_of(sweep)[:3])
+    thread.join(timeout=10)
+    words = log.read_text().split()
+    members = [int(word) for word in words if word != "asked"]
+    assert len(members) == 2 and words.count("asked") == 2
+    assert not any(Path(f"/proc/{member}").exists() for member in members)
+
+
+def test_a_stop_ends_the_preparation_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "POLL_SECONDS", 0.05)
+    log = tmp_path / "log"
+    sweep = loaded(tmp_path, prepare=[f"bash -c 'echo $$ > {log}; sleep 60; true'"])
+
+    def interrupt() -> None:
+        while not log.is_file() or not log.read_text().strip():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(StopSweepError, match="SIGINT"):
+        run_sweep(sweep, members_of(sweep))
+    assert not Path(f"/proc/{int(log.read_text())}").exists()
 
 
 def test_the_cluster_preset_names_the_papers_runs() -> None:

@@ -174,3 +174,12 @@ def test_series_without_a_correlation_are_refused() -> None:
         theory.covariance_entropy_correlation(np.arange(6.0), np.arange(7.0))
     with pytest.raises(UserError, match="does not vary"):
         theory.covariance_entropy_correlation(np.ones(40), np.arange(41.0))
+
+
+def test_windows_and_numbers_that_give_no_correlation_are_refused() -> None:
+    steps = np.arange(101.0)
+    for window in (0, -3):
+        with pytest.raises(UserError, match=f"over {window} steps has no steps"):
+            theory.covariance_entropy_correlation(np.sin(steps[:-1]), np.cos(steps), window=window)
+    with pytest.raises(UserError, match=r"1e\+300 is no sensible number"):
+        theory.covariance_entropy_correlation([1e300, *np.sin(steps[1:-1])], np.cos(steps))

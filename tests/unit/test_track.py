@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megarl.data.samples import Prompt, Sample
 from megarl.law.points import read_law_points
 from megarl.track.console import Console, evaluation_lines, step_status
-from megarl.track.loggers import RunLogger
+from megarl.track.loggers import RunLogger, drop_records
 from megarl.track.metrics import METRICS, is_documented
 
 EVALUATED = {
@@ -212,3 +212,13 @@ def test_on_a_terminal_the_bar_shows_the_numbers_and_evaluations_stay() -> None:
     console.close()
     shown = out.getvalue()
     assert "4/4" in shown and "reward 0.500" in shown and "accuracy 0.812" in shown
+
+
+def test_lines_that_a_crash_left_are_dropped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n\0\0\0\n{"step": 1}\n\xff\n[]\n{"step": 2}\n{"st')
+    (tmp_path / "law.csv").write_bytes(b"step,entropy,reward\n0,0.5,0.1\n\0\0\n4,0.4,0.2\n")
+    with caplog.at_level(logging.WARNING, logger="megarl"):
+        drop_records(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+    assert (tmp_path / "law.csv").read_text() == "step,entropy,reward\n0,0.5,0.1\n"
+    assert "metrics.jsonl: 3 lines that are no records" in caplog.text and "law.csv: 1 lines" in caplog.text

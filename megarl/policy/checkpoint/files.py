@@ -69,8 +69,9 @@ def saved_steps(root: Path) -> list[int]:
     """The steps with a checkpoint folder under `root`, oldest first; whether they are sound is not looked at."""
     if not root.is_dir():
         return []
-    found = (_STEP_FOLDER.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    found = [_STEP_FOLDER.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()]
+    steps = {int(match[1]) for match in found if match}
+    return sorted(step for step in steps if step_folder(root, step).is_dir())
 
 
 def read_manifest(folder: Path) -> Manifest:

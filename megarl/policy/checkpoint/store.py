@@ -166,6 +166,8 @@ class Checkpoints:
         """(what is wrong, None) or ("", manifest); each rank checks the content of some files."""
         try:
             manifest = files.read_manifest(folder)
+            if folder != files.step_folder(self.root, manifest.step):
+                raise DamagedCheckpoint(f"{files.MANIFEST} is of step {manifest.step}: the folder has another's name")
             names = sorted(manifest.files)[self._rank :: self._ranks]
             problems = files.file_problems(folder, manifest.files, names)
         except DamagedCheckpoint as error:
@@ -258,7 +260,6 @@ class Checkpoints:
 def check_model(manifest: Manifest, shape: ModelShape, folder: Path) -> None:
     """Nothing, or a UserError naming the first property in which the checkpoint's model is another one."""
     for name, value in shape.identity().items():
-        if manifest.model.get(name) != value:
-            raise UserError(
-                f"{folder} holds a model with {name} = {manifest.model.get(name)}, but model.path has {value}"
-            )
+        saved = manifest.model.get(name, value)  # an earlier version wrote fewer properties
+        if saved != value:
+            raise UserError(f"{folder} holds a model with {name} = {saved}, but model.path has {value}")
