@@ -34,7 +34,7 @@ TRAINER_CORE, SERVER_CORE = 0, 1
 
 
 def config_tree(folder: Path, model: Path, url: str, lag: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A run of GRPO on generated sums. An untrained model gets no reward: a trace of an entropy bonus makes it train."""
+    """A run of GRPO on generated sums. An untrained model earns nothing: a trace of entropy bonus trains it."""
     return {
         "run": {"folder": str(folder / f"lag_{lag}")},
         "loop": {

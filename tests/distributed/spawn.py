@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-
 # What most tests' ranks import: a server process imports it once and is forked for each rank.
 SHARED_IMPORTS = [
     "megarl.learn",
