@@ -16,6 +16,7 @@ from megarl.errors import UserError
 from megarl.reward.exact_numbers import parse_number
 from megarl.reward.notation import split_top_level
 from megarl.reward.structure import DOUBLE_DIGITS
+from megarl.reward.units import TRIGONOMETRIC
 
 PRECISION = 40  # decimal digits of a value
 SAME = 1e-25  # relative difference below which two values are the same
@@ -31,6 +32,8 @@ _LONG_POWER = re.compile(r"\^ ?(-?\d{2,})")
 _TOWER = re.compile(r"(\d+) ?\^ ?\{? ?\(?(\d+) ?\^ ?\{? ?\(?(\d+)")
 _HUGE_POWER = re.compile(r"\^ ?\{? ?-?(\d{6,})")
 _HUGE_FACTORIAL = re.compile(r"(\d{5,}) ?!|[})] ?!\s*!|! ?!|\^ ?\{?[^{}]*\}? ?\)? ?!")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?) ?\^ ?\\circ")
+_ODD_ROOT = re.compile(r"\\sqrt ?\[ ?(\d*[13579]) ?\] ?\{ ?- ?(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}) ?\}")
 LARGEST_TOWER_BITS = 10**6
 
 
@@ -94,7 +97,10 @@ def _parser() -> tuple[Any, Any]:
 
 
 def _for_the_parser(text: str) -> str:
-    """The text with decimals as fractions, plain powers braced and word macros unwrapped."""
+    """The text with decimals as fractions, plain powers braced, degrees of angles worked in, word macros unwrapped."""
+    if TRIGONOMETRIC.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
+    text = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", text)
     text = _E_NOTATION.sub(lambda match: _as_fraction(match.group().replace("E", "e")), text)
     text = _DECIMAL.sub(lambda match: _as_fraction(match.group()), text)
     text = _PLAIN_POWER.sub(r"^{\1}", text)
@@ -153,7 +159,28 @@ def _equal(truth: Any, answer: Any, tolerance: float) -> bool:
             if not _close(values[0], values[1], tolerance):
                 return False
             decided = True
-    return decided
+    return decided and (not names or _same_far_out(truth, answer, names, tolerance))
+
+
+def _same_far_out(truth: Any, answer: Any, names: set[str], tolerance: float) -> bool:
+    """Whether expressions that change their form somewhere (`|x - 3|`) agree beyond all numbers that stand in them."""
+    import sympy
+
+    changing = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, sympy.sign, sympy.Piecewise, sympy.Mod)
+    powers = truth.atoms(sympy.Pow) | answer.atoms(sympy.Pow)
+    even_root = any(power.exp.is_Rational and power.exp.q % 2 == 0 for power in powers)
+    if not (even_root or truth.has(*changing) or answer.has(*changing)):
+        return True
+    numbers = truth.atoms(sympy.Rational) | answer.atoms(sympy.Rational)
+    scale = 1 + min(10**6, max((abs(int(number)) for number in numbers), default=0))
+    for sign in (1, -1):
+        place = {name: scale * _coordinate(name, 0, sign) * 2 for name in names}
+        values = _value(truth, place), _value(answer, place)
+        if any(value is None or abs(value.imag) > 0 for value in values):
+            continue
+        if not _close(values[0], values[1], tolerance):
+            return False
+    return True
 
 
 def _proportional(truth: Any, answer: Any, tolerance: float) -> bool:
@@ -213,17 +240,20 @@ def _mpc(real: Any, imaginary: Any) -> Any:
     import mpmath
 
     with mpmath.workdps(PRECISION):
-        value = mpmath.mpc(real._to_mpmath(140), imaginary._to_mpmath(140))
+        value = mpmath.mpc(_part(real), _part(imaginary))
         return mpmath.mpc(value.real, 0) if abs(value.imag) < abs(value) * mpmath.mpf(10) ** (5 - PRECISION) else value
+
+
+def _part(number: Any) -> Any:
+    """The part as an mpmath number; what cancels to nothing keeps one bit of rounding, and is zero."""
+    return 0 if getattr(number, "_prec", 0) == 1 else number._to_mpmath(140)
 
 
 def _close(first: Any, second: Any, tolerance: float) -> bool:
     import mpmath
 
     with mpmath.workdps(PRECISION):
-        size = max(abs(first), abs(second))
-        # A value that cancels to nothing keeps only the rounding of its parts.
-        return bool(size < mpmath.mpf(10) ** -100 or abs(first - second) <= tolerance * size)
+        return bool(abs(first - second) <= tolerance * max(abs(first), abs(second)))
 
 
 def _verdict_of_library(truth: Any, answer: Any) -> bool:
