@@ -113,7 +113,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _holds_nothing(text: str, start: int, end: int, empty: dict[int, int]) -> bool:
-    """Whether only blanks and empty boxes stand there; a look at each box inside is enough, so nesting costs nothing."""
+    """Whether only blanks and empty boxes stand there; each box inside is looked at once, however deep they nest."""
     while start < end:
         if start in empty:
             start = empty[start]

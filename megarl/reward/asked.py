@@ -1,4 +1,4 @@
-r"""What stands left of an answer's equals sign and only says what was asked for: `x`, `f(3)`, `(x, y)`, `\angle ABC`."""
+r"""What stands left of an answer's equals sign and only says what was asked for: `x`, `f(3)`, `(x, y)`, `\angle A`."""
 
 from __future__ import annotations
 
