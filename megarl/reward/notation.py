@@ -24,6 +24,7 @@ _LOOK_ALIKES = str.maketrans(
         "≥": r"\ge ",
         "⩾": r"\ge ",
         "≠": r"\ne ",
+        "≈": r"\approx ",
         "∪": r"\cup ",
         "∈": r"\in ",
         "±": r"\pm ",

@@ -34,6 +34,11 @@ _HUGE_POWER = re.compile(r"\^ ?\{? ?-?(\d{6,})")
 _HUGE_FACTORIAL = re.compile(r"(\d{5,}) ?!|[})] ?!\s*!|! ?!|\^ ?\{?[^{}]*\}? ?\)? ?!")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?) ?\^ ?\\circ")
 _ODD_ROOT = re.compile(r"\\sqrt ?\[ ?(\d*[13579]) ?\] ?\{ ?- ?(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}) ?\}")
+_NUMBER = r"(?<![\w.^_}\\])\d+(?:\.\d+)?"
+_MIXED = re.compile(r"(?<![\w.^_}\\])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+_BEFORE_BRACKET = re.compile(rf"({_NUMBER}) ?(?=[(\[{{])")
+_BETWEEN_BRACKETS = re.compile(r"\) ?(?=[(\d])")
+_NUMBERS_APART = re.compile(rf"{_NUMBER} +\d")
 LARGEST_TOWER_BITS = 10**6
 
 
@@ -105,10 +110,30 @@ def _for_the_parser(text: str) -> str:
     text = _DECIMAL.sub(lambda match: _as_fraction(match.group()), text)
     text = _PLAIN_POWER.sub(r"^{\1}", text)
     text = _LONG_POWER.sub(r"^{\1}", text)
+    text = _written_out_products(text)
     text = re.sub(r"\\text ?\{ ?([a-zA-Z]) ?\}", r"\1", text)
     text = re.sub(r"_ ?\{ ?\\text ?\{([^{}]*)\} ?\}", r"_{\1}", text)
     text = re.sub(r"\^\\circ", "", text)
     return text.replace("*", r" \cdot ").replace("%", "")
+
+
+def _written_out_products(text: str) -> str:
+    """`2(3)` as a product and `2 1/3` as a sum: the parser takes all numbers side by side for mixed ones.
+
+    Raises NotAnExpression for two numbers with nothing but a blank in between.
+    """
+    text = _MIXED.sub(lambda match: _mixed(*match.groups()), text)
+    text = _BEFORE_BRACKET.sub(r"\1 \\cdot ", text)
+    text = _BETWEEN_BRACKETS.sub(r") \\cdot ", text)
+    if _NUMBERS_APART.search(text):
+        raise NotAnExpression(f"{text[:80]!r}: two numbers without a sign between them")
+    return text
+
+
+def _mixed(whole: str, above: str, below: str) -> str:
+    if int(above) >= int(below):
+        return rf"{whole} \cdot \frac{{{above}}}{{{below}}}"
+    return rf"({whole} + \frac{{{above}}}{{{below}}})"
 
 
 def _as_fraction(number: str) -> str:
