@@ -67,9 +67,9 @@ def load_prompts(
     """The prompts of all files in order, tokenised by an HF tokenizer, with the counts of cut and dropped ones.
 
     Where `sources` are given, only their rows count and are checked. `truth_problem(data source, ground truth)` says
-    what is wrong with a ground truth, if anything. Raises UserError naming file, row (from 1) and column for whatever cannot
-    be read, a source without rows, a ground truth with a problem unless those are dropped, an overlong prompt under
-    `overlong: error`, or when no prompt is left.
+    what is wrong with a ground truth, if anything. Raises UserError naming file, row (from 1) and column for whatever
+    cannot be read, a source without rows, a ground truth with a problem unless those are dropped, an overlong prompt
+    under `overlong: error`, or when no prompt is left.
     """
     rows = read_rows(files, PROMPT_COLUMNS)
     if sources is not None:

@@ -141,9 +141,9 @@ def _tests_something(source: str, entry_point: str | None) -> bool:
                 return True
         elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
             for inner in ast.walk(node):
-                called = isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call)
-                if isinstance(inner, ast.Assert) or (called and isinstance(inner.value.func, ast.Name)):
-                    return True
+                match inner:
+                    case ast.Assert() | ast.Expr(value=ast.Call(func=ast.Name())):
+                        return True
     return False
 
 
