@@ -13,9 +13,7 @@ _VALUE = re.compile(rf"{NUMBER}|(?:[-+−\d.,/^(){{}} ]|\\(?:d?frac|sqrt|pi|cdot
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(r"-?\d[\d.,]*")
-_PHRASE = re.compile(
-    r"(?:\banswer|\bAnswer|\bANSWER|答案)(?:\s*(?:is|are|为|是)\b\s*:?|\**\s*[:：=]|[是为])[ \t]*([^\n]*)"
-)
+_PHRASE = re.compile(r"(?:\banswer|\bAnswer|\bANSWER|答案)(?:\s*(?:is|are|为|是)\b\s*:?|\**\s*[:：=]|[是为])[ \t]*")
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])|[。！？]")
 _DELIMITER = re.compile(r"\$\$?|\\[()\[\]]")
 _EQUALS = re.compile(r"=|\\approx(?![a-zA-Z])|≈")
@@ -131,13 +129,13 @@ def _after_hash(text: str) -> str | None:
 
 
 def _after_phrase(text: str) -> str | None:
-    phrases = _PHRASE.findall(text)
-    if not phrases:
-        return None
-    last = phrases[-1]
-    while inner := _PHRASE.search(last):  # "Final Answer: The final answer is 5."
-        last = inner.group(1)
-    return _SENTENCE_END.split(last.strip(), maxsplit=1)[0].strip(" *\t") or None
+    for phrase in reversed(list(_PHRASE.finditer(text))):
+        end = text.find("\n", phrase.end())
+        rest = text[phrase.end() : end if end >= 0 else len(text)]
+        answer = _SENTENCE_END.split(rest.strip(), maxsplit=1)[0].strip(" *\t")
+        if answer:
+            return answer
+    return None
 
 
 def _after_equals(text: str) -> str | None:
