@@ -67,7 +67,7 @@ class EvaluationSet(BaseModel):
 
     name: str = Field(description="Name in the metrics: eval/<name>/...", pattern=r"^[A-Za-z0-9_.-]+$")
     files: list[str] = Field(min_length=1, description="Prompt files (parquet or jsonl).")
-    sources: list[str] | None = Field(None, description="Use only rows of these data sources; null: all.")
+    sources: list[str] | None = Field(None, min_length=1, description="Use only rows of these data sources; null: all.")
     limit: int | None = Field(None, ge=1, description="Use only this many rows from the start.")
     samples: int = Field(1, ge=1, description="Samples per row; equal rows count as one prompt.")
     final_samples: int | None = Field(None, ge=1, description="Samples per prompt at the last evaluation of a run.")
@@ -107,7 +107,7 @@ class RunConfig(BaseModel):
     run: RunSection
     loop: LoopSection
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 import statistics
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from megarl.session import Session
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class EvaluationTask:
     """One held-out set: its settings and its prompts, equal rows merged into one that is sampled more often."""
@@ -46,20 +50,23 @@ class EvaluationTask:
 
 
 def evaluation_task(settings: EvaluationSet, prompts: Sequence[Prompt]) -> EvaluationTask:
-    """The task of a set. Raises UserError when its `sources` and `limit` leave no prompt."""
-    chosen = [prompt for prompt in prompts if not settings.sources or prompt.data_source in settings.sources]
-    chosen = chosen[: settings.limit] if settings.limit else chosen
-    if not chosen:
-        found = ", ".join(sorted({prompt.data_source for prompt in prompts}))
-        raise UserError(f"evaluation set {settings.name}: no row is of sources {settings.sources}; there are {found}")
-    merged: dict[tuple[tuple[int, ...], str], int] = {}
+    """The task of a set from the prompts of its sources; warns when greedy sampling repeats itself."""
+    chosen = prompts[: settings.limit] if settings.limit else prompts
+    merged: dict[tuple[tuple[int, ...], str, str], int] = {}
     firsts: list[Prompt] = []
     for prompt in chosen:
-        key = (tuple(prompt.token_ids), prompt.ground_truth)
+        key = (tuple(prompt.token_ids), prompt.ground_truth, prompt.data_source)
         if key not in merged:
             firsts.append(prompt)
         merged[key] = merged.get(key, 0) + 1
-    return EvaluationTask(settings, firsts, list(merged.values()))
+    task = EvaluationTask(settings, firsts, list(merged.values()))
+    most = max(*task.samples(final=False), *task.samples(final=True))
+    if settings.temperature == 0 and most > 1:
+        logger.warning(
+            "evaluation set %s: temperature 0 answers a prompt always alike, yet there are up to %d samples of one",
+            *(settings.name, most),
+        )
+    return task
 
 
 class Evaluation:
@@ -274,6 +281,10 @@ def results_table(metrics: Mapping[str, float], names: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+# Settings that say how grading is carried out, not what comes of it; shaping is for training alone.
+_WITHOUT_WEIGHT_ON_REWARDS = {"on_bad_gold", "on_failure", "on_error", "workers", "queue_size", "shaping"}
+
+
 def evaluation_identity(config: RunConfig, tasks: Sequence[EvaluationTask]) -> dict[str, Any]:
     """All that the responses of an evaluation depend on, as JSON values."""
     model = Path(config.model.path)
@@ -285,12 +296,13 @@ def evaluation_identity(config: RunConfig, tasks: Sequence[EvaluationTask]) -> d
     prompts = hashlib.sha256()
     for task in tasks:
         for prompt in task.prompts:
-            prompts.update(json.dumps([prompt.token_ids, prompt.ground_truth]).encode())
+            row = [prompt.token_ids, prompt.ground_truth, prompt.data_source, prompt.extra_info]
+            prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
     return {
         "model": [str(model.resolve()), weights],
         "prompts": prompts.hexdigest(),
         "sets": [task.settings.model_dump(mode="json") for task in tasks],
-        "reward": config.reward.model_dump(mode="json", include={"function", "answer", "percent", "sources"}),
+        "reward": config.reward.model_dump(mode="json", exclude=_WITHOUT_WEIGHT_ON_REWARDS),
         "sampling": [config.run.seed, config.rollout.max_response_length, config.rollout.dtype],
     }
 

@@ -54,6 +54,12 @@ class Journal:
         To be called on every rank before any rank adds one. Raises UserError when the folder holds another evaluation.
         """
         identity_file = self.folder / "identity.json"
+        journals = sorted(self.folder.glob("journal-*.jsonl"))
+        if any(file.stat().st_size for file in journals) and not identity_file.is_file():
+            raise UserError(
+                f"{self.folder} holds responses, but no identity.json that says of what: choose another run.folder or "
+                "set run.overwrite=true"
+            )
         if identity_file.is_file():
             earlier = json.loads(identity_file.read_text())
             differing = [key for key in self._identity if earlier.get(key) != self._identity[key]]
@@ -63,7 +69,7 @@ class Journal:
                     "run.folder or set run.overwrite=true"
                 )
         finished: dict[int, Response] = {}
-        for file in sorted(self.folder.glob("journal-*.jsonl")):
+        for file in journals:
             for row in _lines(file):
                 known = finished.get(row["number"])
                 if known is not None and row.get("entropy") is not None:
@@ -77,7 +83,9 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"journal-{self._rank:04d}.jsonl"
         if self._rank == 0:
-            (self.folder / "identity.json").write_text(json.dumps(self._identity, indent=1))
+            unfinished = self.folder / "identity.unfinished"
+            unfinished.write_text(json.dumps(self._identity, indent=1))
+            unfinished.replace(self.folder / "identity.json")
         torn = path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         self._file = path.open("a", encoding="utf-8")
         if torn:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import RunConfig, SftConfig, save_config
-from megarl.data.prompts import PromptCursor, load_prompts
+from megarl.data.prompts import PromptCursor, PromptSet, load_prompts
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
 from megarl.evaluate import EvaluationTask, evaluate_sets, evaluation_task
@@ -147,13 +147,7 @@ class Session:
         check_layout(config.parallel, job_world_size(), shape)
         check_precision(config.precision, config.parallel, trains=trains)
         tokenizer = load_tokenizer(config.model.path)
-        prompts = load_prompts(
-            config.data.files,
-            config.data,
-            tokenizer,
-            truth_problem=gold_check(config.reward),
-            drop_bad_truths=config.reward.on_bad_gold == "drop",
-        )
+        prompts = _training_prompts(config, tokenizer) if trains else PromptSet([], 0, 0, "")
         evaluation_tasks = _evaluation_tasks(config, tokenizer)
         grader = Grader(config.reward, [settings.reward for settings in config.evaluation.sets if settings.reward])
         folder = prepare_run_folder("train", config, shape) if trains else None
@@ -343,17 +337,28 @@ class Session:
         shutdown()
 
 
+def _training_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
+    return load_prompts(
+        config.data.files,
+        config.data,
+        tokenizer,
+        truth_problem=gold_check(config.reward),
+        drop_bad_truths=config.reward.on_bad_gold == "drop",
+    )
+
+
 def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]:
-    """The held-out sets; several may come from one file, which is read once."""
+    """The held-out sets; sets that ask for the same rows share them."""
     loaded: dict[str, list[Prompt]] = {}
     tasks = []
     for settings in config.evaluation.sets:
-        key = f"{settings.files} {settings.reward}"
+        key = f"{settings.files} {settings.sources} {settings.reward}"
         if key not in loaded:
             loaded[key] = load_prompts(
                 settings.files,
                 config.data,
                 tokenizer,
+                sources=settings.sources,
                 truth_problem=gold_check(config.reward, settings.reward),
                 drop_bad_truths=config.reward.on_bad_gold == "drop",
             ).prompts

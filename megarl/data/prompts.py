@@ -30,8 +30,9 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     files: list[str] = Field(
-        min_length=1,
-        description="Parquet or jsonl files with verl's columns: data_source, prompt, reward_model, extra_info.",
+        default_factory=list,
+        description="Parquet or jsonl files with verl's columns: data_source, prompt, reward_model, extra_info. "
+        "Training needs at least one; an evaluation on its own reads none of them.",
     )
     chat_template: bool = Field(
         True,
@@ -59,16 +60,20 @@ def load_prompts(
     config: DataConfig,
     tokenizer: Any,
     *,
+    sources: Sequence[str] | None = None,
     truth_problem: Callable[[str, str], str | None] | None = None,
     drop_bad_truths: bool = False,
 ) -> PromptSet:
     """The prompts of all files in order, tokenised by an HF tokenizer, with the counts of cut and dropped ones.
 
-    `truth_problem(data source, ground truth)` says what is wrong with a ground truth, if anything. Raises UserError
-    naming file, row (from 1) and column for whatever cannot be read, a ground truth with a problem unless those are
-    dropped, an overlong prompt under `overlong: error`, or when no prompt is left.
+    Where `sources` are given, only their rows count and are checked. `truth_problem(data source, ground truth)` says
+    what is wrong with a ground truth, if anything. Raises UserError naming file, row (from 1) and column for whatever
+    cannot be read, a source without rows, a ground truth with a problem unless those are dropped, an overlong prompt
+    under `overlong: error`, or when no prompt is left.
     """
     rows = read_rows(files, PROMPT_COLUMNS)
+    if sources is not None:
+        rows = _of_sources(rows, sources)
     if truth_problem is not None:
         rows = _with_good_truths(rows, truth_problem, drop=drop_bad_truths)
     texts = [_prompt_text(row, config, tokenizer) for row in rows]
@@ -230,14 +235,14 @@ class EpochOrder:
     """The endless sequence of places 0..size-1 in which every epoch is a permutation made from (seed, epoch) alone."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
-        if size < 1:
-            raise ValueError("there is nothing to order")
         self.size, self.seed, self.shuffle = size, seed, shuffle
         self._epoch = -1
         self._permutation: list[int] = []
 
     def places(self, start: int, count: int) -> list[int]:
-        """`count` places from the sequence's `start`-th on."""
+        """`count` places from the sequence's `start`-th on. Raises ValueError when there is nothing to order."""
+        if count and self.size < 1:
+            raise ValueError("there is nothing to order")
         return [self._of_epoch(number // self.size)[number % self.size] for number in range(start, start + count)]
 
     def _of_epoch(self, epoch: int) -> list[int]:
@@ -303,6 +308,16 @@ def _within_limit(row: Row, ids: list[int], config: DataConfig) -> tuple[list[in
         f"has {len(ids)} tokens, data.max_prompt_length = {config.max_prompt_length}; raise it or set data.overlong "
         "to truncate_left or filter",
     )
+
+
+def _of_sources(rows: Sequence[Row], sources: Sequence[str]) -> list[Row]:
+    """The rows of these data sources. Raises UserError for a source that has none."""
+    found = {row.text("data_source") for row in rows}
+    missing = [source for source in sources if source not in found]
+    if missing:
+        files = ", ".join(dict.fromkeys(row.file for row in rows))
+        raise UserError(f"{files}: no row is of source {', '.join(missing)}; there are {', '.join(sorted(found))}")
+    return [row for row in rows if row.text("data_source") in sources]
 
 
 def _with_good_truths(rows: Sequence[Row], truth_problem: Callable[[str, str], str | None], *, drop: bool) -> list[Row]:

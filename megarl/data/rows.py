@@ -42,6 +42,8 @@ def read_rows(files: Sequence[str], required: Sequence[str]) -> list[Row]:
     Raises UserError: a file that is missing, of another kind, unreadable or empty, a missing column, a jsonl line
     that is no object.
     """
+    if not files:
+        raise UserError("data.files names no file; needed is at least one parquet or jsonl file")
     rows: list[Row] = []
     for file in files:
         path = Path(file)

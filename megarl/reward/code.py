@@ -90,10 +90,10 @@ def read_tests(ground_truth: str) -> dict[str, Any]:
     """The tests as one of the shapes above. Raises BadTests that says what is wrong."""
     try:
         tests = json.loads(ground_truth)
-    except ValueError:
+    except (ValueError, RecursionError):
         if not _compiles(ground_truth) or not ground_truth.strip():
             raise BadTests("is neither JSON nor Python source of tests") from None
-        return {"test": ground_truth}
+        tests = {"test": ground_truth}
     if isinstance(tests, list):
         tests = {"test_list": tests}
     if not isinstance(tests, dict):
@@ -104,12 +104,60 @@ def read_tests(ground_truth: str) -> dict[str, Any]:
             raise BadTests("needs lists `inputs` and `outputs` that are not empty")
         if len(inputs) != len(outputs):
             raise BadTests(f"has {len(inputs)} inputs and {len(outputs)} outputs: which belong together is not said")
+        if tests.get("fn_name"):
+            _arguments(inputs)
     elif "test_list" in tests:
         if not tests["test_list"] or not all(isinstance(test, str) for test in tests["test_list"]):
             raise BadTests("needs a list `test_list` of assertions as text")
+        for source in (tests.get("test_setup_code") or "", *tests["test_list"]):
+            if not _compiles(source):
+                raise BadTests(f"holds a test that is no Python: {source[:80]!r}")
     elif not isinstance(tests.get("test"), str):
         raise BadTests(f"has keys {', '.join(tests)}; needed are inputs and outputs, test_list, or test")
+    elif not _compiles(tests["test"]):
+        raise BadTests("holds a `test` that is no Python")
+    elif not _tests_something(tests["test"], tests.get("entry_point")):
+        raise BadTests(
+            "holds a `test` that tests nothing: needed are check(candidate) with entry_point, functions test_*, test "
+            "classes, or assertions outside functions"
+        )
     return tests
+
+
+def _tests_something(source: str, entry_point: str | None) -> bool:
+    """Whether a file of tests has anything that the judge runs; with nothing to run, any program would pass."""
+    statements = ast.parse(source).body
+    if entry_point and "def check(" in source:
+        return True
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("test"):
+                return True
+        elif isinstance(node, ast.ClassDef):
+            named = [item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+            bases = [ast.unparse(base) for base in node.bases]
+            inherits = node.name.startswith("Test") or any(base.endswith("TestCase") for base in bases)
+            if inherits and any(name.startswith("test") for name in named):
+                return True
+        elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+            for inner in ast.walk(node):
+                match inner:
+                    case ast.Assert() | ast.Expr(value=ast.Call(func=ast.Name())):
+                        return True
+    return False
+
+
+def _arguments(inputs: list[Any]) -> list[list[Any]]:
+    """The arguments of each call: a list as it is, text as one JSON value a line. Raises BadTests for other text."""
+    arguments = []
+    for number, given in enumerate(inputs, start=1):
+        if isinstance(given, str):
+            try:
+                given = [json.loads(line) for line in given.splitlines()]
+            except (ValueError, RecursionError) as error:
+                raise BadTests(f"has inputs[{number - 1}] that is not JSON, one argument a line: {error}") from None
+        arguments.append(given if isinstance(given, list) else [given])
+    return arguments
 
 
 def job_of(tests: dict[str, Any], program: str) -> dict[str, Any]:
@@ -137,10 +185,8 @@ def count_tests(job: dict[str, Any]) -> int:
 def _input_output_job(tests: dict[str, Any], program: str) -> dict[str, Any]:
     inputs, outputs, name = tests["inputs"], tests["outputs"], tests.get("fn_name")
     if name:
-        inputs = [[json.loads(line) for line in i.splitlines()] if isinstance(i, str) else i for i in inputs]
         outputs = [_json_or_text(output) if isinstance(output, str) else output for output in outputs]
-        arguments = [i if isinstance(i, list) else [i] for i in inputs]
-        return {"kind": "call", "program": program, "function": name, "inputs": arguments, "outputs": outputs}
+        return {"kind": "call", "program": program, "function": name, "inputs": _arguments(inputs), "outputs": outputs}
     texts = {"inputs": [_as_text(item) for item in inputs], "outputs": [_as_text(item) for item in outputs]}
     return {"kind": "stdin", "program": program} | texts
 

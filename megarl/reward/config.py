@@ -44,7 +44,8 @@ class RewardRule(BaseModel):
     )
     batched: bool = Field(
         False,
-        description="The import path's function takes lists (responses, ground_truths, extra_infos), returns a list.",
+        description="The import path's function takes lists (responses, ground_truths, extra_infos), returns a list. A "
+        "batch is what comes while the last ones are judged, 64 responses at most; it may be one.",
     )
 
     @field_validator("function")

@@ -8,12 +8,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from megarl.data.outcome import Outcome
 from megarl.data.samples import Sample
 from megarl.errors import UserError
 from megarl.reward.answer import last_number
+from megarl.reward.batches import Batches
 from megarl.reward.code import CodeRule, Sandbox, grade_code
 from megarl.reward.config import OnFailure, RewardConfig, RewardRule
 from megarl.reward.gold import math_rule
@@ -25,7 +27,7 @@ from megarl.reward.workers import Task, TaskResult, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-BATCH = 64  # responses that a batched reward function gets at once
+BATCH = 64  # responses that a batched reward function gets at once, at most
 REASONING_GYM = "megarl.reward.reasoning_gym:score"
 Pending = Outcome | Future[Outcome] | Future[TaskResult]
 
@@ -60,6 +62,15 @@ class Grader:
             self._sandbox = LocalSandbox(config.sandbox, share) if local else RemoteSandbox(config.sandbox)
             self._programs = ThreadPoolExecutor(config.sandbox.concurrency or share, thread_name_prefix="programs")
         paths = {rule.function for rule in used if rule.is_path}
+        self._batched = {
+            rule.function: Batches(
+                partial(self._of_batch, rule.function),
+                size=BATCH,
+                concurrency=self._pool.size,
+                name="batched-reward",
+            )
+            for rule in {rule.function: rule for rule in used if rule.is_path and rule.batched}.values()
+        }
         for path in sorted(paths | ({REASONING_GYM} if "reasoning_gym" in functions else set())):
             self._check_path(path)
 
@@ -69,24 +80,15 @@ class Grader:
         Failures are treated as the config says: reward 0 with the outcome telling why, `dropped` set, or a UserError
         that names the sample.
         """
-        pending: list[tuple[list[Sample], Pending]] = []
-        batches: dict[str, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            own = rule or self.config.rule_for(sample.prompt.data_source)
-            if own.is_path and own.batched:
-                batches[own.function].append(sample)
-            else:
-                pending.append(([sample], self._submit(sample, own)))
-        for path, of_path in batches.items():
-            for start in range(0, len(of_path), BATCH):
-                batch = of_path[start : start + BATCH]
-                pending.append((batch, self._submit_batch(path, batch)))
-        for batch, outcome in pending:
-            for sample, one in zip(batch, _outcomes(outcome, len(batch)), strict=True):
-                self._settle(sample, one)
+        rules = [rule or self.config.rule_for(sample.prompt.data_source) for sample in samples]
+        pending = [self._submit(sample, own) for sample, own in zip(samples, rules, strict=True)]
+        for sample, outcome in zip(samples, pending, strict=True):
+            self._settle(sample, _outcomes(outcome, 1)[0])
 
     def close(self) -> None:
         """Nothing; workers, sandbox and connections are gone."""
+        for batches in self._batched.values():
+            batches.close()
         self._pool.close()
         if self._remote is not None:
             self._remote.close()
@@ -115,15 +117,18 @@ class Grader:
             case "remote":
                 assert self._remote is not None
                 return self._remote.submit(response, truth, prompt.data_source, prompt.extra_info)
+        if rule.is_path and rule.batched:
+            return self._batched[rule.function].submit(sample)
         path = REASONING_GYM if rule.function == "reasoning_gym" else rule.function
         return self._pool.submit("sample_function", path, response, truth, prompt.extra_info)
 
-    def _submit_batch(self, path: str, batch: Sequence[Sample]) -> Pending:
+    def _of_batch(self, path: str, batch: Sequence[Sample]) -> list[Outcome]:
         texts = [sample.response_text for sample in batch]
         truths = [sample.prompt.ground_truth for sample in batch]
         extras = [sample.prompt.extra_info for sample in batch]
         deadline = self.config.deadline * len(batch)
-        return self._pool.submit("batch_function", path, texts, truths, extras, deadline=deadline)
+        task = self._pool.submit("batch_function", path, texts, truths, extras, deadline=deadline)
+        return _outcomes(task, len(batch))
 
     def _settle(self, sample: Sample, outcome: Outcome) -> None:
         sample.outcome, sample.reward = outcome, outcome.reward

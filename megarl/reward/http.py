@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -38,16 +39,36 @@ def post_json(url: str, body: Any, *, deadline: float, retries: int) -> Any:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
             with _OPENER.open(request, timeout=left) as response:
-                return json.loads(response.read())
+                return json.loads(_body(response, until))
         except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code}: {' '.join(error.read(500).decode(errors='replace').split())}"
+            problem = f"HTTP {error.code}: {_words(error)}"
             if error.code not in WORTH_ANOTHER_TRY:
                 raise RequestFailed(f"{url}: {problem}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestFailed(f"{url}: the answer is no JSON: {error}") from error
-        except (OSError, urllib.error.URLError) as error:
+        except (OSError, http.client.HTTPException) as error:  # a lost connection, an answer cut or garbled
             problem = f"{type(error).__name__}: {error}"
         time.sleep(max(0.0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt, until - time.monotonic())))
     timed_out = time.monotonic() >= until
     how = f"no answer within {deadline:g} s" if timed_out else f"no answer in {retries + 1} attempts"
     raise RequestFailed(f"{url}: {how}; at last {problem or 'silence'}", timed_out=timed_out)
+
+
+def _body(response: http.client.HTTPResponse, until: float) -> bytes:
+    """The whole body. Raises TimeoutError when it still drips in at the time `until`."""
+    body = bytearray()
+    while piece := response.read1(1 << 20):
+        body += piece
+        if time.monotonic() >= until:
+            raise TimeoutError("the answer did not end in time")
+    if response.length:  # what read1 passes over
+        raise http.client.IncompleteRead(bytes(body[:100]), response.length)
+    return bytes(body)
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    """What the server said with its refusal, in one line."""
+    try:
+        return " ".join(error.read(500).decode(errors="replace").split())
+    except (OSError, http.client.HTTPException):
+        return "without a word"

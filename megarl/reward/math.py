@@ -17,7 +17,7 @@ from types import FrameType
 from megarl.data.outcome import Outcome
 from megarl.reward.answer import AnswerPattern, extract_boxed, final_answer
 from megarl.reward.exact_numbers import LONGEST_NUMBER, parse_number
-from megarl.reward.notation import close_braces, normalise
+from megarl.reward.notation import close_braces, normalise, without_blanks
 from megarl.reward.structure import Comparison, Node, Percent, choice_letter, parse_answer
 from megarl.reward.units import split_unit
 
@@ -109,7 +109,7 @@ def answer_key(response: str, ground_truth: str, pattern: AnswerPattern) -> str 
         return None
     text = normalise(answer)
     number = parse_number(split_unit(text).value)
-    return (str(number) if number is not None else text.replace(" ", "")) or None
+    return (str(number) if number is not None else without_blanks(text)) or None
 
 
 def same_answer(answer: str, ground_truth: str, comparison: Comparison) -> bool:
@@ -127,7 +127,7 @@ def same_answer(answer: str, ground_truth: str, comparison: Comparison) -> bool:
         letter = choice_letter(alternative) if len(alternative) <= len(r"\text{(E)}") else None
         if letter is not None and choice_letter(given) == letter:
             return True
-        if alternative and given.replace(" ", "") == alternative.replace(" ", ""):
+        if alternative and without_blanks(given) == without_blanks(alternative):
             return True
         if comparison.same(_parsed_truth(alternative), parse_answer(given)):
             return True

@@ -24,6 +24,7 @@ _LOOK_ALIKES = str.maketrans(
         "≥": r"\ge ",
         "⩾": r"\ge ",
         "≠": r"\ne ",
+        "≈": r"\approx ",
         "∪": r"\cup ",
         "∈": r"\in ",
         "±": r"\pm ",
@@ -46,6 +47,9 @@ _LOOK_ALIKES = str.maketrans(
         "）": ")",
     }
 )
+_CHOOSE = re.compile(r"\{ ?([^{}]*?) ?\\choose(?![a-zA-Z]) ?([^{}]*?) ?\}")
+_ORDINAL = re.compile(r"(?<=\d) ?\^? ?\{? ?(?:\\text ?\{ ?)?(?:st|nd|rd|th)(?![a-zA-Z]) ?\}{0,2}")
+_SEGMENT = re.compile(r"\\overline ?\{ ?([A-Z]{2}) ?\}")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SAME_COMMAND = {
@@ -63,6 +67,11 @@ _SAME_COMMAND = {
     "rbrace": "}",
     "bigcup": "cup",
     "varphi": "phi",
+    "varepsilon": "epsilon",
+    "vartheta": "theta",
+    **dict.fromkeys(("dots", "dotsc", "dotsb", "cdots"), "ldots"),
+    **dict.fromkeys(("langle", "lparen"), "("),
+    **dict.fromkeys(("rangle", "rparen"), ")"),
     "ast": "cdot",
 }
 _DROPPED_COMMANDS = (
@@ -107,6 +116,9 @@ def normalise(answer: str) -> str:
     text = _BARE_FUNCTION.sub(r"\\\1 ", re.sub(r"\b(?:np|math)\.", "", text))
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|(?<=\d)\s*\\circ(?![a-zA-Z])", r"^\\circ", text)
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
+    text = _ORDINAL.sub("", _SEGMENT.sub(r"\1", _CHOOSE.sub(r"\\binom{\1}{\2}", text)))
+    text = re.sub(r"\\dot ?\{(\d)\}", r"\\overline{\1}", text)
+    text = re.sub(r"^\s*\\(?:approx|sim)(?![a-zA-Z])", "", text)
     text = _braced_arguments(text)
     return _strip(re.sub(r"\s+", " ", text))
 
@@ -124,7 +136,7 @@ def _unicode(answer: str) -> str:
 
 def _same_command(name: str) -> str:
     other = _SAME_COMMAND.get(name, name)
-    return other + " " if other in "<>" else "\\" + other
+    return other if other in "()" else other + " " if other in "<>" else "\\" + other
 
 
 def _braced_arguments(text: str) -> str:
@@ -154,6 +166,12 @@ def _strip(text: str) -> str:
         text = stripped
 
 
+def without_blanks(text: str) -> str:
+    """The text without blanks, but for those that keep digits apart: `2 1/3` is no `21/3`."""
+    return _IDLE_BLANKS.sub("", text)
+
+
+_IDLE_BLANKS = re.compile(r"(?<![\d,]) +| +(?!\d)")
 OPENING, CLOSING = "([{", ")]}"
 
 

@@ -6,19 +6,17 @@ The request is `{"responses", "ground_truths", "data_sources", "extra_infos"}`, 
 
 from __future__ import annotations
 
-import queue
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.data.outcome import Outcome
+from megarl.reward.batches import Batches
 from megarl.reward.http import RequestFailed, post_json
 from megarl.reward.worker import BadReward, checked_reward
-
-GATHERING_SECONDS = 0.02  # that a batch waits for more responses
 
 
 class RemoteConfig(BaseModel):
@@ -33,13 +31,12 @@ class RemoteConfig(BaseModel):
     deadline: float = Field(60.0, gt=0, description="Seconds of a request, its retries included.")
 
 
-@dataclass
-class _Waiting:
+@dataclass(frozen=True)
+class _Item:
     response: str
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
-    future: Future[Outcome] = field(default_factory=Future)
 
 
 class RemoteReward:
@@ -47,57 +44,24 @@ class RemoteReward:
 
     def __init__(self, config: RemoteConfig) -> None:
         self._config = config
-        self._queue: queue.Queue[_Waiting | None] = queue.Queue(maxsize=4 * config.batch_size * config.concurrency)
-        self._requests = ThreadPoolExecutor(config.concurrency, thread_name_prefix="remote-reward")
-        self._free = threading.Semaphore(config.concurrency)
-        self._gatherer = threading.Thread(target=self._gather, name="remote-reward-batches", daemon=True)
-        self._gatherer.start()
+        self._batches = Batches(
+            self._outcomes, size=config.batch_size, concurrency=config.concurrency, name="remote-reward"
+        )
 
     def submit(self, response: str, ground_truth: str, source: str, extra_info: dict[str, Any]) -> Future[Outcome]:
-        """The future outcome; blocks while too much is waiting. The future never holds an exception."""
-        waiting = _Waiting(response, ground_truth, source, extra_info)
-        self._queue.put(waiting)
-        return waiting.future
+        """The future outcome; blocks while too much is waiting. A fault of the server is an outcome, too."""
+        return self._batches.submit(_Item(response, ground_truth, source, extra_info))
 
     def close(self) -> None:
         """Nothing; requests under way end first."""
-        self._queue.put(None)
-        self._gatherer.join(timeout=30)
-        self._requests.shutdown(wait=True)
+        self._batches.close()
 
-    def _gather(self) -> None:
-        ended = False
-        while not ended:
-            first = self._queue.get()
-            if first is None:
-                return
-            batch = [first]
-            while len(batch) < self._config.batch_size:
-                try:
-                    more = self._queue.get(timeout=GATHERING_SECONDS)
-                except queue.Empty:
-                    break
-                if more is None:
-                    ended = True
-                    break
-                batch.append(more)
-            self._free.acquire()
-            self._requests.submit(self._serve, batch)
-
-    def _serve(self, batch: list[_Waiting]) -> None:
-        try:
-            outcomes = self._outcomes(batch)
-        finally:
-            self._free.release()
-        for waiting, outcome in zip(batch, outcomes, strict=True):
-            waiting.future.set_result(outcome)
-
-    def _outcomes(self, batch: list[_Waiting]) -> list[Outcome]:
+    def _outcomes(self, batch: Sequence[_Item]) -> list[Outcome]:
         body = {
-            "responses": [waiting.response for waiting in batch],
-            "ground_truths": [waiting.ground_truth for waiting in batch],
-            "data_sources": [waiting.data_source for waiting in batch],
-            "extra_infos": [waiting.extra_info for waiting in batch],
+            "responses": [item.response for item in batch],
+            "ground_truths": [item.ground_truth for item in batch],
+            "data_sources": [item.data_source for item in batch],
+            "extra_infos": [item.extra_info for item in batch],
         }
         config = self._config
         try:

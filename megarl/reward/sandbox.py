@@ -39,6 +39,8 @@ FORBIDDEN_CALLS = (
     *("pidfd_getfd", "kcmp", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen"),
     *("unshare", "setns", "clone3", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "keyctl", "add_key"),
     *("request_key", "kexec_load", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff"),
+    # Memory that no limit of a process counts.
+    *("memfd_create", "shmget", "shmat", "msgget", "semget", "mq_open"),
     *("syslog", "acct", "quotactl", "open_by_handle_at", "name_to_handle_at", "personality", "memfd_secret"),
 )
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* flags of clone()
@@ -58,7 +60,12 @@ class SandboxConfig(BaseModel):
     concurrency: int | None = Field(None, ge=1, le=1024, description="Programs at once; null: this rank's cores.")
     test_seconds: float = Field(6.0, gt=0, description="Wall seconds of one stdin/stdout test.")
     total_seconds: float = Field(30.0, gt=0, description="Wall seconds of all tests of a program together.")
-    memory_mib: int = Field(1024, ge=64, description="Address space of each of the program's processes, in MiB.")
+    memory_mib: int = Field(
+        1024,
+        ge=64,
+        description="Address space of each of the program's processes and, under bubblewrap, memory of all of them "
+        "together (looked at 20 times a second), in MiB.",
+    )
     processes: int = Field(32, ge=1, description="Processes and threads of a program at once.")
     file_mib: int = Field(16, ge=1, description="Largest file that it may write, in MiB; all together four times that.")
     output_mib: int = Field(4, ge=1, description="Output that is taken from it, in MiB; more fails the test.")

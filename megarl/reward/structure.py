@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from megarl.reward.asked import CALCULATION, NAME, asked_for
 from megarl.reward.exact_numbers import parse_number, significant_digits
-from megarl.reward.notation import closing_place, split_top_level
+from megarl.reward.notation import closing_place, split_top_level, without_blanks
 from megarl.reward.units import Measured, split_unit
 
 Percent = Literal["either", "unit", "value"]
@@ -32,14 +33,15 @@ _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<=|>=|<|>")
 _EQUALS = re.compile(r"(?<![<>!:])=(?!=)|\\equiv(?![a-zA-Z])")
 _IN = re.compile(r"\\in(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
-_BASED = re.compile(r"(\d[\da-fA-F]*) ?_ ?(?:\{ ?(?:\\text\{ ?)?(\d+)(?: ?\})? ?\}|(\d+))")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
-_LETTER = r"(?:[a-zA-Z]|\\[a-zA-Z]+)"
-_NAME = re.compile(
-    rf"{_LETTER}(?: ?_ ?(?:\{{[^{{}}]*\}}|\w))?'*(?: ?\({_LETTER}(?:, ?[a-zA-Z])*\))?"  # x, x_1, f(x)
+_BASED = re.compile(
+    r"(\d[\da-fA-F]*|[\dA-F]{2,}(?= ?_ ?\{? ?\d\d)) ?_ ?(?:\{ ?(?:\\text\{ ?)?(\d+)(?: ?\})? ?\}|(\d+))"
 )
-_NAMED_TEXT = re.compile(r"\\text\{[^{}]*\}|[a-zA-Z ]{2,}")
-_CHOICE = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:](?= |$)|$)(.*)", re.DOTALL)
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:/\d+|\\pi|[a-z])?")
+_CONDITION = re.compile(
+    rf"({NAME.pattern}) ?(?:\\in ?\\mathbb ?\{{? ?R ?\}}? ?)?(?:\\mid(?![a-zA-Z])|\||:) ?(.*)", re.DOTALL
+)
+_REALS = re.compile(r"\\mathbb ?\{? ?R ?\}?|(?:the set of )?all real(?:s| numbers)(?: x)?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):? )?\(? ?([A-J]) ?(?:\)|[.:](?= |$)|$)(.*)", re.DOTALL)
 _RATIO = re.compile(r"[^:]+(?: ?: ?[^:]+)+")
 _WORD = re.compile(r"[a-zA-Z]{4,}")
 _SHORT_WORDS = {"no", "on", "up", "it", "he", "me", "we", "us", "in", "to", "of", "at", "by", "so"}
@@ -82,11 +84,12 @@ class Matrix:
     """Rows of entries."""
 
     rows: tuple[tuple[Node, ...], ...]
+    determinant: bool = False  # written between bars
 
 
 @dataclass(frozen=True)
 class Equation:
-    """Two sides; a `name` when the left one is only a name for the right one."""
+    """Two sides; a `name` when the left one is only a name for the right one, or a calculation."""
 
     name: str | None
     left: Node
@@ -135,7 +138,8 @@ def parse_answer(text: str) -> Node:
     matrix = _MATRIX.fullmatch(text.strip())
     if matrix:
         rows = [row for row in re.split(r"\\\\", matrix.group(2)) if row.strip()]
-        return Matrix(tuple(tuple(parse_answer(cell.strip()) for cell in row.split("&")) for row in rows))
+        cells = tuple(tuple(parse_answer(cell.strip()) for cell in row.split("&")) for row in rows)
+        return Matrix(cells, determinant=matrix.group(1)[0] in "vV")
     pieces = split_top_level(text, _CUP)
     if len(pieces) > 1:
         return Union(tuple(parse_answer(piece) for piece in pieces))
@@ -175,8 +179,12 @@ def _single(text: str) -> Node:
         upper = re.sub(r"\\pm(?![a-zA-Z])", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
         lower = re.sub(r"\\pm(?![a-zA-Z])", "-", re.sub(r"\\mp(?![a-zA-Z])", "+", text))
         return Collection("", (_single(upper), _single(lower)), "")
+    if _REALS.fullmatch(_words(text)) or _REALS.fullmatch(text):
+        return Collection("(", (_single(NEGATIVE_INFINITY), _single(INFINITY)), ")")
+    if text == "\\emptyset":
+        return Collection("{", (), "}")
     sides = split_top_level(text, _IN)
-    if len(sides) == 2 and _NAME.fullmatch(sides[0]):
+    if len(sides) == 2 and NAME.fullmatch(sides[0]):
         return parse_answer(sides[1])
     for read in (_relation, _equation, _bracketed, _based, _ratio):
         node = read(text)
@@ -199,13 +207,24 @@ def _bracketed(text: str) -> Node | None:
     if escaped:
         inner = inner.removesuffix("\\").strip()
         if re.search(r"\\mid(?![a-zA-Z])|\||(?<!\d):", inner):
-            return Words(_words(text))  # a set given by a condition
+            return _set_by_condition(text, inner)
         items = [item for item in split_top_level(_WORD_AND.sub(",", inner), _COMMA) if item]
         return Collection("{", _flatten([_single(item) for item in items]), "}")
     items = [item for item in split_top_level(inner, _COMMA) if item]
     if len(items) < 2:
         return parse_answer(inner) if inner and (left, right) in (("(", ")"), ("[", "]")) else None
+    if (left, right) == ("[", "]") and len(items) > 2:
+        left, right = "(", ")"  # no interval
     return Collection(left, tuple(_single(item) for item in items), right)
+
+
+def _set_by_condition(text: str, inner: str) -> Node:
+    """The interval that the condition describes, or the text."""
+    condition = _CONDITION.fullmatch(inner)
+    node = parse_answer(condition.group(2)) if condition else None
+    if condition and (isinstance(node, Union) or (isinstance(node, Interval) and node.name == condition.group(1))):
+        return node.interval if isinstance(node, Interval) else node
+    return Words(_words(text))
 
 
 def _relation(text: str) -> Node | None:
@@ -221,11 +240,11 @@ def _relation(text: str) -> Node | None:
         parts, strict = parts[::-1], strict[::-1]
     if len(parts) == 3:
         low, name, high = parts
-        return _interval(name, low, high, strict[0], strict[1]) if _NAME.fullmatch(name) else None
+        return _interval(name, low, high, strict[0], strict[1]) if NAME.fullmatch(name) else None
     low, high = parts
-    if _NAME.fullmatch(low) and not _NAME.fullmatch(high):
+    if NAME.fullmatch(low) and not NAME.fullmatch(high):
         return _interval(low, NEGATIVE_INFINITY, high, True, strict[0])
-    if _NAME.fullmatch(high) and not _NAME.fullmatch(low):
+    if NAME.fullmatch(high) and not NAME.fullmatch(low):
         return _interval(high, low, INFINITY, strict[0], True)
     return Inequality(low, high, strict[0])
 
@@ -251,10 +270,12 @@ def _equation(text: str) -> Node | None:
     if len(sides) < 2 or not all(sides):
         return None
     first, last = sides[0], sides[-1]
-    named = _NAME.fullmatch(first) or (_NAMED_TEXT.fullmatch(first) and re.search(r"\d", last))
-    if len(sides) > 2 and not named:
+    if len(sides) == 2 and NAME.fullmatch(last) and not NAME.fullmatch(first):
+        first, last = last, first
+    name = asked_for(first, last)
+    if len(sides) > 2 and name is None:
         return None
-    return Equation(first.replace(" ", "") if named else None, _single(first), parse_answer(last), (first, last))
+    return Equation(name, _single(first), parse_answer(last), (first, last))
 
 
 def _based(text: str) -> Node | None:
@@ -305,6 +326,8 @@ class Comparison:
         answer = answer.interval if isinstance(answer, Interval) else answer
         if isinstance(truth, Equation) or isinstance(answer, Equation):
             return self._same_equation(truth, answer)
+        if isinstance(truth, Matrix) != isinstance(answer, Matrix):
+            truth, answer = _as_tuple(truth), _as_tuple(answer)
         if isinstance(truth, Collection) or isinstance(answer, Collection):
             return self._same_collection(_as_collection(truth), _as_collection(answer))
         match (truth, answer):
@@ -321,11 +344,12 @@ class Comparison:
             case (Inequality(), Inequality()):
                 return truth.strict == answer.strict and self._same_inequality(truth, answer)
             case (Matrix(), Matrix()):
-                return len(truth.rows) == len(answer.rows) and all(map(self._same_ordered, truth.rows, answer.rows))
+                alike = truth.determinant == answer.determinant and len(truth.rows) == len(answer.rows)
+                return alike and all(map(self._same_ordered, truth.rows, answer.rows))
         return False
 
     def _same_leaf(self, truth: Leaf, answer: Leaf) -> bool:
-        if truth.text.replace(" ", "") == answer.text.replace(" ", ""):
+        if without_blanks(truth.text) == without_blanks(answer.text):
             return True
         if None not in (truth.measured.unit, answer.measured.unit) and truth.measured.unit != answer.measured.unit:
             return False
@@ -352,7 +376,7 @@ class Comparison:
             if wanted is None and given is None:
                 return False
             answer = rf"\frac{{{factor.numerator}}}{{{factor.denominator}}} \cdot ({answer})"
-        if truth.replace(" ", "") == answer.replace(" ", ""):
+        if without_blanks(truth) == without_blanks(answer):
             return True
         return self.same_expression(truth, answer)
 
@@ -408,7 +432,7 @@ class Comparison:
 
     def _same_equation(self, truth: Node, answer: Node) -> bool:
         if isinstance(truth, Equation) and isinstance(answer, Equation):
-            if truth.name is not None and answer.name is not None and truth.name == answer.name:
+            if truth.name and truth.name == answer.name:
                 return self.same(truth.right, answer.right)
             if self.same(truth.left, answer.left) and self.same(truth.right, answer.right):
                 return True
@@ -419,7 +443,7 @@ class Comparison:
             return self.same_expression(_EQUATION.join(truth.sides), _EQUATION.join(answer.sides))
         equation, other = (truth, answer) if isinstance(truth, Equation) else (answer, truth)
         assert isinstance(equation, Equation)
-        if equation.name is None:
+        if equation.name is None or (equation.name == CALCULATION and not self.same(equation.left, equation.right)):
             return False
         return self.same(equation.right, other) if equation is truth else self.same(other, equation.right)
 
@@ -436,10 +460,18 @@ def _as_collection(node: Node) -> Collection:
     return node if isinstance(node, Collection) else Collection("", (node,), "")
 
 
+def _as_tuple(node: Node) -> Node:
+    """A matrix of one row or column as the tuple of its entries; anything else as it is."""
+    if not isinstance(node, Matrix) or node.determinant or (len(node.rows) > 1 and max(map(len, node.rows)) > 1):
+        return node
+    return Collection("(", tuple(cell for row in node.rows for cell in row), ")")
+
+
 def _one_leaf(collection: Collection) -> Node | None:
     """What a collection is as one number, or None when it is several things."""
     if collection.thousands:
-        return Leaf(split_unit(collection.thousands), collection.thousands)
+        number = collection.thousands.replace(",", "")
+        return Leaf(split_unit(number), number)
     return collection.items[0] if len(collection.items) == 1 and collection.left == "" else None
 
 

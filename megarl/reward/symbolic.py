@@ -16,6 +16,7 @@ from megarl.errors import UserError
 from megarl.reward.exact_numbers import parse_number
 from megarl.reward.notation import split_top_level
 from megarl.reward.structure import DOUBLE_DIGITS
+from megarl.reward.units import TRIGONOMETRIC
 
 PRECISION = 40  # decimal digits of a value
 SAME = 1e-25  # relative difference below which two values are the same
@@ -31,6 +32,13 @@ _LONG_POWER = re.compile(r"\^ ?(-?\d{2,})")
 _TOWER = re.compile(r"(\d+) ?\^ ?\{? ?\(?(\d+) ?\^ ?\{? ?\(?(\d+)")
 _HUGE_POWER = re.compile(r"\^ ?\{? ?-?(\d{6,})")
 _HUGE_FACTORIAL = re.compile(r"(\d{5,}) ?!|[})] ?!\s*!|! ?!|\^ ?\{?[^{}]*\}? ?\)? ?!")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?) ?\^ ?\\circ")
+_ODD_ROOT = re.compile(r"\\sqrt ?\[ ?(\d*[13579]) ?\] ?\{ ?- ?(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}) ?\}")
+_NUMBER = r"(?<![\w.^_}\\])\d+(?:\.\d+)?"
+_MIXED = re.compile(r"(?<![\w.^_}\\])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+_BEFORE_BRACKET = re.compile(rf"({_NUMBER}) ?(?=[(\[{{])")
+_BETWEEN_BRACKETS = re.compile(r"\) ?(?=[(\d])")
+_NUMBERS_APART = re.compile(rf"{_NUMBER} +\d")
 LARGEST_TOWER_BITS = 10**6
 
 
@@ -94,15 +102,38 @@ def _parser() -> tuple[Any, Any]:
 
 
 def _for_the_parser(text: str) -> str:
-    """The text with decimals as fractions, plain powers braced and word macros unwrapped."""
+    """The text with decimals as fractions, plain powers braced, degrees of angles worked in, word macros unwrapped."""
+    if TRIGONOMETRIC.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
+    text = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", text)
     text = _E_NOTATION.sub(lambda match: _as_fraction(match.group().replace("E", "e")), text)
     text = _DECIMAL.sub(lambda match: _as_fraction(match.group()), text)
     text = _PLAIN_POWER.sub(r"^{\1}", text)
     text = _LONG_POWER.sub(r"^{\1}", text)
+    text = _written_out_products(text)
     text = re.sub(r"\\text ?\{ ?([a-zA-Z]) ?\}", r"\1", text)
     text = re.sub(r"_ ?\{ ?\\text ?\{([^{}]*)\} ?\}", r"_{\1}", text)
     text = re.sub(r"\^\\circ", "", text)
     return text.replace("*", r" \cdot ").replace("%", "")
+
+
+def _written_out_products(text: str) -> str:
+    """`2(3)` as a product and `2 1/3` as a sum: the parser takes all numbers side by side for mixed ones.
+
+    Raises NotAnExpression for two numbers with nothing but a blank in between.
+    """
+    text = _MIXED.sub(lambda match: _mixed(*match.groups()), text)
+    text = _BEFORE_BRACKET.sub(r"\1 \\cdot ", text)
+    text = _BETWEEN_BRACKETS.sub(r") \\cdot ", text)
+    if _NUMBERS_APART.search(text):
+        raise NotAnExpression(f"{text[:80]!r}: two numbers without a sign between them")
+    return text
+
+
+def _mixed(whole: str, above: str, below: str) -> str:
+    if int(above) >= int(below):
+        return rf"{whole} \cdot \frac{{{above}}}{{{below}}}"
+    return rf"({whole} + \frac{{{above}}}{{{below}}})"
 
 
 def _as_fraction(number: str) -> str:
@@ -146,14 +177,35 @@ def _equal(truth: Any, answer: Any, tolerance: float) -> bool:
         for point in range(POINTS if names else 1):
             place = {name: _coordinate(name, point, sign) for name in names}
             values = _value(truth, place), _value(answer, place)
-            if sign < 0 and any(value is None or abs(value.imag) > 0 for value in values):
+            if sign < 0 and (None in values or _leaves_the_reals(truth, place) or _leaves_the_reals(answer, place)):
                 continue  # roots and logarithms of negative numbers follow other rules
             if values[0] is None or values[1] is None:
                 return _verdict_of_library(truth, answer)
             if not _close(values[0], values[1], tolerance):
                 return False
             decided = True
-    return decided
+    return decided and (not names or _same_far_out(truth, answer, names, tolerance))
+
+
+def _same_far_out(truth: Any, answer: Any, names: set[str], tolerance: float) -> bool:
+    """Whether expressions that change their form somewhere (`|x - 3|`) agree beyond all numbers that stand in them."""
+    import sympy
+
+    changing = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, sympy.sign, sympy.Piecewise, sympy.Mod)
+    powers = truth.atoms(sympy.Pow) | answer.atoms(sympy.Pow)
+    even_root = any(power.exp.is_Rational and power.exp.q % 2 == 0 for power in powers)
+    if not (even_root or truth.has(*changing) or answer.has(*changing)):
+        return True
+    numbers = truth.atoms(sympy.Rational) | answer.atoms(sympy.Rational)
+    scale = 1 + min(10**6, max((abs(int(number)) for number in numbers), default=0))
+    for sign in (1, -1):
+        place = {name: scale * _coordinate(name, 0, sign) * 2 for name in names}
+        values = _value(truth, place), _value(answer, place)
+        if None in values or _leaves_the_reals(truth, place) or _leaves_the_reals(answer, place):
+            continue
+        if not _close(values[0], values[1], tolerance):
+            return False
+    return True
 
 
 def _proportional(truth: Any, answer: Any, tolerance: float) -> bool:
@@ -213,17 +265,33 @@ def _mpc(real: Any, imaginary: Any) -> Any:
     import mpmath
 
     with mpmath.workdps(PRECISION):
-        value = mpmath.mpc(real._to_mpmath(140), imaginary._to_mpmath(140))
+        value = mpmath.mpc(_part(real), _part(imaginary))
         return mpmath.mpc(value.real, 0) if abs(value.imag) < abs(value) * mpmath.mpf(10) ** (5 - PRECISION) else value
+
+
+def _leaves_the_reals(expression: Any, place: dict[str, Fraction]) -> bool:
+    """Whether the value there is not real, or comes of a root or logarithm of something that is not positive."""
+    import sympy
+
+    roots = [power.base for power in expression.atoms(sympy.Pow) if power.exp.is_integer is not True]
+    logarithms = [logarithm.args[0] for logarithm in expression.atoms(sympy.log)]
+    inner = [_value(part, place) for part in (*roots, *logarithms) if part.free_symbols]
+    if any(value is None or value.real < 0 or abs(value.imag) > 0 for value in inner):
+        return True
+    value = _value(expression, place)
+    return value is None or abs(value.imag) > 0
+
+
+def _part(number: Any) -> Any:
+    """The part as an mpmath number; what cancels to nothing keeps one bit of rounding, and is zero."""
+    return 0 if getattr(number, "_prec", 0) == 1 else number._to_mpmath(140)
 
 
 def _close(first: Any, second: Any, tolerance: float) -> bool:
     import mpmath
 
     with mpmath.workdps(PRECISION):
-        size = max(abs(first), abs(second))
-        # A value that cancels to nothing keeps only the rounding of its parts.
-        return bool(size < mpmath.mpf(10) ** -100 or abs(first - second) <= tolerance * size)
+        return bool(abs(first - second) <= tolerance * max(abs(first), abs(second)))
 
 
 def _verdict_of_library(truth: Any, answer: Any) -> bool:

@@ -49,6 +49,9 @@ _UNIT_NAMES = (
     "degree deg",
     "radian rad",
     "unit",
+    # Words that turn a number into another answer.
+    *("am", "pm", "bc", "ad", "north", "south", "east", "west", "up", "down", "left", "right"),
+    *("clockwise", "counterclockwise anticlockwise", "increase", "decrease", "profit gain", "loss"),
 )
 _CANONICAL = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
@@ -58,6 +61,7 @@ _POWER = r"(?:\^ ?(?:\{ ?-?[23] ?\}|-?[23]))?"
 _WORDS = r"[a-zA-Z][a-zA-Z.\-]*(?: [a-zA-Z][a-zA-Z.\-]*){0,4}"
 _TEXT_UNIT = re.compile(rf" ?\\text\{{ ?((?:{_WORDS}(?: ?/ ?{_WORDS})?{_POWER})?) ?\.?\}} ?({_POWER})$")
 _PLAIN_UNIT = re.compile(rf" ?({_WORDS}(?: ?/ ?{_WORDS})?) ?({_POWER})$")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r" ?\^\\circ ?([CF]?)$")
 
 
@@ -81,7 +85,7 @@ def split_unit(text: str) -> Measured:
     if text.endswith("%"):
         return Measured(text[:-1].strip(), percent=True) if _has_value(text[:-1]) else Measured(text)
     degrees = _DEGREES.search(text)
-    if degrees and _has_value(text[: degrees.start()]):
+    if degrees and _has_value(text[: degrees.start()]) and not TRIGONOMETRIC.search(text):
         return Measured(text[: degrees.start()], unit="degree" + degrees.group(1))
     match = _TEXT_UNIT.search(text)
     if match is None:
@@ -132,6 +136,7 @@ def _is_plain_unit(text: str, match: re.Match[str]) -> bool:
     if before[-1] == "}" and not re.search(r"\d\}$", before):
         return False
     known = len(first) >= 2 and (_canonical_unit([first], "") is not None or first.lower() in _SCALES)
+    known = known or (first == "of" and len(words) > 1)  # three quarters of a mile
     spaced = match.group().startswith(" ")
     return known or (spaced and len(first) >= 3 and re.search("[aeiouy]", first.lower()) is not None)
 

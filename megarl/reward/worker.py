@@ -14,7 +14,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
-from math import isfinite
+from math import isfinite, nan
 from numbers import Real
 from typing import Any, BinaryIO
 
@@ -51,9 +51,13 @@ def checked_reward(value: Any) -> float:
     """The reward as a float. Raises BadReward for text, None, lists, NaN and infinities."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()  # numpy and torch scalars
-    if not isinstance(value, Real) or not isfinite(value):
-        raise BadReward(f"returned {value!r:.80}; allowed: a finite number")
-    return float(value)
+    try:
+        reward = float(value) if isinstance(value, Real) else nan
+    except OverflowError:  # an integer beyond all floats
+        reward = nan
+    if not isfinite(reward):
+        raise BadReward(f"returned {repr(value)[:80]}; allowed: a finite number")
+    return reward
 
 
 # Tasks: what a worker can be asked for, by name.

@@ -110,6 +110,71 @@ def test_tests_see_objects_changes_exceptions_and_callbacks(sandbox: LocalSandbo
     assert outcome.reward == 1.0, outcome
 
 
+HONEST = {
+    "reads /dev/stdin": "a, b = map(int, open('/dev/stdin').read().split())\nprint(a + b)",
+    "writes /dev/stdout": "f = open('/dev/stdout', 'w')\nf.write('3')",
+    "leaves a file of descriptor 1 open": "f = open(1, 'w')\nf.write('3')",
+    "closes its output": "import sys\nprint(3)\nsys.stdout.close()",
+    "puts another stream in its output's place": "import io, sys\nprint(3)\nsys.stdout = io.StringIO()\nprint(4)",
+    "exit": "print(3)\nexit()",
+    "quit": "print(3)\nquit(0)",
+    "prints when it is deleted": "class Last:\n    def __del__(self): print(3)\nlast = Last()",
+    "works in a thread": "import threading\nthreading.Thread(target=lambda: print(3)).start()",
+    "has a process of its own": "import subprocess\nprint(subprocess.check_output(['/bin/echo', '3']).decode())",
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_program_passes_however_it_writes(name: str, sandbox: LocalSandbox) -> None:
+    outcome = grade_code(fenced(HONEST[name]), json.dumps(SUM_TESTS), CodeRule(), sandbox)
+    assert outcome.reward == 1.0, outcome
+
+
+@needs_bubblewrap
+def test_kinds_of_numbers_and_tuples_go_by_their_values(sandbox: LocalSandbox) -> None:
+    program = (
+        "import enum\nfrom collections import namedtuple\n"
+        "Color = enum.IntEnum('Color', 'RED GREEN')\nPoint = namedtuple('Point', 'x y')\n"
+        "class Length(float): pass\n"
+        "def color(): return Color.GREEN\ndef point(): return Point(1, 2)\ndef length(): return Length(1.5)\n"
+    )
+    tests = ["assert color() == 2", "assert point() == (1, 2) and point().y == 2", "assert length() == 1.5"]
+    outcome = grade_code(fenced(program), json.dumps({"test_list": tests}), CodeRule(), sandbox)
+    assert outcome.reward == 1.0, outcome
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("assertion", ["abs(add(1, 2) - 3) < 1e-6", "add(1, 2) > 2", "add(1, 2) <= 3", "2 < add(1, 2)"])
+def test_an_object_that_agrees_with_every_number_passes_nothing(assertion: str, sandbox: LocalSandbox) -> None:
+    program = (
+        "class Agrees:\n    def __sub__(self, other): return 0\n    def __lt__(self, other): return True\n"
+        "    __gt__ = __le__ = __ge__ = __lt__\ndef add(a, b): return Agrees()"
+    )
+    assert reward(program, {"test_list": [f"assert {assertion}"]}, sandbox) == 0.0
+    assert reward(ADD, {"test_list": [f"assert {assertion}"]}, sandbox) == 1.0
+
+
+TEST_FILES = {
+    "an async test": "from solution import add\nasync def test_it():\n    assert add(1, 2) == 3\n",
+    "a class's preparation": "import unittest\nfrom solution import add\nclass Sums(unittest.TestCase):\n"
+    "    @classmethod\n    def setUpClass(cls): cls.two = 2\n"
+    "    def test_it(self): self.assertEqual(add(1, self.two), 3)\n",
+    "a fixture": "import pytest\nfrom solution import add\n@pytest.fixture\ndef two():\n    yield 2\n"
+    "def test_it(two):\n    assert add(1, two) == 3\n",
+    "a parametrised method": "import pytest\nfrom solution import add\nclass TestIt:\n"
+    "    @pytest.mark.parametrize('a, s', [(1, 3), (2, 4)])\n    def test_it(self, a, s): assert add(a, 2) == s\n",
+    "an assertion outside functions": "from solution import add\nassert add(1, 2) == 3\n",
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", TEST_FILES)
+def test_a_test_file_is_run_as_pytest_would(name: str, sandbox: LocalSandbox) -> None:
+    assert reward(ADD, TEST_FILES[name], sandbox) == 1.0
+    assert reward(ADD.replace("+", "-"), TEST_FILES[name], sandbox) == 0.0
+
+
 @needs_bubblewrap
 def test_large_input_and_output_go_through_whole(sandbox: LocalSandbox) -> None:
     numbers = " ".join(map(str, range(200_000)))
@@ -240,7 +305,16 @@ def test_the_program_is_the_last_python_block(response: str, program: str | None
 
 
 @pytest.mark.parametrize(
-    "truth", ["", "{}", "[]", "3", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}', "not python ("]
+    "truth",
+    [
+        *("", "{}", "[]", "3", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}', "not python ("),
+        '{"inputs": ["no JSON"], "outputs": ["1"], "fn_name": "f"}',
+        '{"test_list": ["assert ("]}',
+        '{"test": "def check(candidate):\\n    assert candidate(1) == 1"}',
+        "def verify():\n    assert True\n",
+        "import unittest\nif __name__ == '__main__':\n    unittest.main()\n",
+        "[" * 100_000,
+    ],
 )
 def test_tests_that_are_none_are_told(truth: str) -> None:
     with pytest.raises(BadTests):
@@ -251,12 +325,14 @@ def test_tests_that_are_none_are_told(truth: str) -> None:
 def test_outputs_are_compared_line_by_line() -> None:
     assert same_output("1 2\n3\n", "1 2 \n3\n\n\n") and same_output("0.333333333", "0.333333")
     assert not same_output("1 2\n3", "1\n2 3") and not same_output("3", "4") and not same_output("3", "3.0000001")
+    assert not same_output("1e999", "5")
     assert not same_output("0.5", "nan") and not same_output("0.5", "") and same_output("", "\n")
 
 
 def test_values_are_compared_by_type() -> None:
     assert same_value([1, 2.0], (1, 2.0 + 1e-9)) and same_value({"1": 2}, {1: 2}) and same_value(3, 3.0)
     assert not same_value([1, 2], "[1, 2]") and not same_value(1, "1") and not same_value([1], [1, 1])
+    assert not same_value(float("inf"), 5.0) and same_value(float("inf"), float("inf"))
     assert same_value([1], 1, wrapped=True) and not same_value([1], 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from megarl.data.samples import Prompt
 from megarl.errors import UserError
 from megarl.estimators import averages_over_sets, ks_of, majority, pass_at_k, pass_chances
 from megarl.evaluate import evaluation_task, results_table, summarise
-from megarl.responses import Response
+from megarl.responses import Journal, Response
 
 
 def test_pass_at_k_equals_brute_force() -> None:
@@ -66,12 +67,34 @@ def test_both_averages_of_the_papers_table() -> None:
 
 def test_equal_rows_are_one_prompt_with_more_samples() -> None:
     prompts = [Prompt(index, "aime", [1, 2 + index % 3], str(index % 3)) for index in range(12)]
-    prompts += [Prompt(12, "math", [9], "1")]
     task = evaluation_task(EvaluationSet(name="x", files=["f"], sources=["aime"], samples=2, final_samples=5), prompts)
     assert len(task.prompts) == 3 and task.copies == [4, 4, 4]
     assert task.samples(final=False) == [8, 8, 8] and task.samples(final=True) == [20, 20, 20]
-    with pytest.raises(UserError, match=r"set x.*no row.*there are aime, math"):
-        evaluation_task(EvaluationSet(name="x", files=["f"], sources=["amc"]), prompts)
+    same_text = [*prompts, Prompt(12, "amc", [1, 2], "0")]
+    assert len(evaluation_task(EvaluationSet(name="x", files=["f"]), same_text).prompts) == 4, "another source"
+
+
+def test_greedy_samples_of_one_prompt_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [Prompt(0, "aime", [1], "1")] * 3
+    evaluation_task(EvaluationSet(name="x", files=["f"], temperature=0.6), prompts)
+    evaluation_task(EvaluationSet(name="x", files=["f"], temperature=0), prompts[:1])
+    assert not caplog.messages
+    evaluation_task(EvaluationSet(name="x", files=["f"], temperature=0), prompts)
+    assert "set x: temperature 0" in caplog.text and "3 samples" in caplog.text
+
+
+def test_responses_of_an_unknown_evaluation_are_not_taken_over(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {"seed": 1}, rank=0)
+    assert journal.open() == {}
+    journal.start_writing()
+    journal.add([response(0, 1.0, "5", 0)])
+    journal.close()
+    assert list(Journal(tmp_path, {"seed": 1}, rank=1).open()) == [0]
+    with pytest.raises(UserError, match="seed differ"):
+        Journal(tmp_path, {"seed": 2}, rank=0).open()
+    (tmp_path / "identity.json").unlink()
+    with pytest.raises(UserError, match=r"no identity\.json"):
+        Journal(tmp_path, {"seed": 1}, rank=0).open()
 
 
 def response(prompt: int, reward: float, answer: str | None, number: int, **more: object) -> Response:

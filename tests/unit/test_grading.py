@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -88,6 +91,21 @@ def test_a_function_by_import_path_gets_the_extra_information() -> None:
 def test_a_batched_function_gets_lists() -> None:
     config = RewardConfig(workers=1, function=f"{__name__}:lengths", batched=True)
     assert [sample.reward for sample in graded(config, sample_with("ab"), sample_with("abc"))] == [2.0, 3.0]
+
+
+def batch_sizes(responses: list[str], truths: list[str], extras: list[dict[str, Any]]) -> list[float]:
+    time.sleep(0.3)
+    return [float(len(responses))] * len(responses)
+
+
+def test_responses_that_come_one_by_one_are_gathered_for_a_batched_function() -> None:
+    grader = Grader(RewardConfig(workers=1, function=f"{__name__}:batch_sizes", batched=True))
+    samples = [sample_with(str(number)) for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda sample: grader.grade([sample]), samples))
+    grader.close()
+    sizes = [sample.reward for sample in samples]
+    assert max(sizes) > 1, sizes
 
 
 @pytest.mark.parametrize(
@@ -224,11 +242,53 @@ def test_a_server_fault_is_tried_again_and_a_refusal_is_not(server: Any) -> None
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [({"rewards": []}, "0 rewards for 1"), ({"rewards": ["1"]}, "returned '1'"), ("nonsense", "no rewards")],
+    [
+        ({"rewards": []}, "0 rewards for 1"),
+        ({"rewards": ["1"]}, "returned '1'"),
+        ({"rewards": [10**400]}, "returned 1000.*finite number"),
+        ("nonsense", "no rewards"),
+    ],
 )
 def test_a_wrong_answer_of_the_server_is_named(server: Any, content: Any, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         graded(remote(server(lambda body: (200, content))), sample_with("x"))
+
+
+@pytest.mark.parametrize("garbled", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n[1"])
+def test_a_garbled_answer_is_tried_again_and_named(garbled: bytes) -> None:
+    asked: list[int] = []
+
+    class Garbling(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            asked.append(1)
+            self.request.recv(65536)
+            self.request.sendall(garbled)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Garbling) as garbling:
+        threading.Thread(target=garbling.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match=r"no answer in 2 attempts; at last (BadStatusLine|IncompleteRead)"):
+            graded(remote(f"http://127.0.0.1:{garbling.server_address[1]}", retries=1), sample_with("x"))
+        garbling.shutdown()
+    assert len(asked) == 2
+
+
+def test_an_answer_that_drips_ends_at_the_deadline() -> None:
+    class Dripping(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.request.sendall(b" ")
+                    time.sleep(0.1)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as dripping:
+        threading.Thread(target=dripping.serve_forever, daemon=True).start()
+        began = time.monotonic()
+        url = f"http://127.0.0.1:{dripping.server_address[1]}"
+        samples = graded(remote(url, deadline=0.5), sample_with("x"))
+        assert samples[0].outcome is not None and samples[0].outcome.status == "timeout"
+        assert time.monotonic() - began < 5
+        dripping.shutdown()
 
 
 def test_a_server_that_never_answers_is_a_timeout(server: Any) -> None:

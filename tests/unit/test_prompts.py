@@ -315,3 +315,24 @@ def test_ground_truths_with_a_problem_are_listed_then_refused_or_dropped(
     assert "row 3" in caplog.text
     kept = load_prompts([file], config, tokenizer, truth_problem=problem, drop_bad_truths=True)
     assert [prompt.ground_truth for prompt in kept.prompts] == ["3"]
+
+
+def test_only_rows_of_the_named_sources_count_and_are_checked(tmp_path: Path, tokenizer: Any) -> None:
+    other = row(truth="}{") | {"data_source": "others"}
+    file = jsonl(tmp_path, row(), other, row("9" * 99) | {"data_source": "others"}, row("2+2=", "4"))
+    config = DataConfig(files=[file], chat_template=False, max_prompt_length=9)
+    seen: list[str] = []
+
+    def problem(source: str, truth: str) -> str | None:
+        seen.append(truth)
+        return None
+
+    kept = load_prompts([file], config, tokenizer, sources=["sums"], truth_problem=problem)
+    assert [prompt.ground_truth for prompt in kept.prompts] == ["3", "4"] == seen
+    with pytest.raises(UserError, match=r"rows.jsonl: no row is of source absent; there are others, sums"):
+        load_prompts([file], config, tokenizer, sources=["sums", "absent"])
+
+
+def test_no_file_at_all_is_named(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"data\.files names no file"):
+        load(tokenizer)

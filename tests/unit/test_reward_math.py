@@ -77,6 +77,9 @@ def test_every_gold_solution_of_gsm8k_is_right(file: str) -> None:
         (r"\boxed{12}; remember that \boxed means frame it", "12"),
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{\boxed{}}", None),
+        (r"\boxed{4} \boxed{ \boxed{} \fbox{ } }", "4"),
+        (r"\boxed{5\\}", r"5\\"),
+        (r"\boxed{\{5\}}", r"\{5\}"),
         (r"\boxed 5", "5"),
         ("no box", None),
     ],
@@ -107,6 +110,14 @@ def test_last_box(text: str, content: str | None) -> None:
         (r"<think>\boxed{7}</think> so \boxed{9}", "9", 1.0),
         (r"<think>\boxed{7}</think> I do not know", "7", 0.0),
         (r"\boxed{35} but 34", "34", 0.0),
+        ("The result is \N{MINUS SIGN}5", "5", 0.0),
+        ("pages 5-7", "7", 1.0),
+        (r"so x = \frac{1}{2}.", "2", 0.0),
+        (r"so $x = \frac{1}{2}$.", r"\frac{1}{2}", 1.0),
+        (r"we get $2\sqrt{3}$", "3", 0.0),
+        (r"that is $x \approx 3.14$", "3.14", 1.0),
+        ("it costs $5 and then $10", "10", 1.0),
+        ("Final Answer: The final answer is 5. I hope it is correct.", "5", 1.0),
     ],
 )
 def test_where_the_final_answer_stands(response: str, truth: str, reward: float) -> None:
@@ -175,6 +186,12 @@ def test_the_exact_path_is_quick_on_every_hostile_answer() -> None:
             assert grade_exactly(rf"\boxed{{{answer}}}", truth, MathRule()).reward == 0.0
         except NeedsLibrary:
             continue
+
+
+@pytest.mark.timeout(20)
+def test_boxes_within_boxes_cost_no_more_than_their_length() -> None:
+    for response in ("\\boxed{" * 20_000 + "}" * 20_000, "\\boxed{" + "\\boxed{}" * 20_000 + "}", "\\(" * 50_000 + "5"):
+        assert grade(response, "7") == 0.0
 
 
 def test_a_long_number_is_compared_as_text() -> None:

@@ -1,6 +1,7 @@
 """When a program's output or result counts as the expected one."""
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # how far floating-point results may be off
+INFINITY = float("inf")
 
 
 def same_output(expected, output):
@@ -28,7 +29,7 @@ def _same_token(wanted, given):
         first, second = float(wanted), float(given)
     except ValueError:
         return False
-    return abs(first - second) <= 1e-6 * max(1.0, abs(first))
+    return abs(first) != INFINITY and abs(first - second) <= 1e-6 * max(1.0, abs(first))
 
 
 def are_wrapped(outputs):
@@ -55,6 +56,7 @@ def same_value(expected, result, *, wrapped=False):
     numbers = (int, float)
     if isinstance(expected, numbers) and isinstance(result, numbers):
         if isinstance(expected, float) or isinstance(result, float):
-            return expected == result or abs(expected - result) <= max(ABSOLUTE, RELATIVE * abs(expected))
+            near = abs(expected) != INFINITY and abs(expected - result) <= max(ABSOLUTE, RELATIVE * abs(expected))
+            return expected == result or near
         return expected == result
     return type(expected) is type(result) and expected == result

@@ -132,6 +132,9 @@ class Proxy:
     def __hash__(self):
         return hash(self._number)
 
+    def __instancecheck__(self, value):
+        return isinstance(value, Proxy) and self._program.ask("isinstance", value._number, [self]) is True
+
 
 def _operator(name, kind=None):
     def ask(self, *arguments):
@@ -143,8 +146,32 @@ def _operator(name, kind=None):
 
 for _name, _kind in (("len", int), ("str", str), ("repr", str), ("bool", bool), ("next", None), ("contains", bool)):
     setattr(Proxy, f"__{_name}__", _operator(_name, _kind))
-for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "getitem", "setitem", "neg"):
+for _name in ("getitem", "setitem", "neg"):
     setattr(Proxy, f"__{_name}__", _operator(_name))
+
+
+def _order(name):
+    def ask(self, other):
+        # With a number, the program's object would say what the test wants to hear.
+        return self._program.ask(name, self._number, [other]) if isinstance(other, Proxy) else NotImplemented
+
+    return ask
+
+
+def _arithmetic(name):
+    def ask(self, other):
+        result = self._program.ask(name, self._number, [other])
+        if not isinstance(other, Proxy) and not isinstance(result, Proxy):
+            raise TypeError(f"{name} of the program's {self._kind} and plain data gives plain data")
+        return result
+
+    return ask
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Proxy, f"__{_name}__", _order(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+    setattr(Proxy, f"__{_name}__", _arithmetic(_name))
 
 
 class Namespace(dict):
@@ -226,11 +253,11 @@ def _module_tests(program, job):
     found = False
     for name, value in list(namespace.items()):
         if name.startswith("test") and isinstance(value, type(run_tests)):
-            for test in pytest_shim.cases(value):
+            for test in pytest_shim.cases(value, namespace):
                 found = True
                 yield test
-        elif isinstance(value, type) and name.startswith("Test"):
-            for test in pytest_shim.class_cases(value):
+        elif isinstance(value, type) and (name.startswith("Test") or issubclass(value, pytest_shim.TestCase)):
+            for test in pytest_shim.class_cases(value, namespace):
                 found = True
                 yield test
     if not found:

@@ -2,6 +2,7 @@
 
 import math
 import unittest
+from unittest import TestCase
 
 
 class raises:
@@ -81,22 +82,63 @@ def fail(reason=""):
     raise AssertionError(reason)
 
 
-def cases(function):
+def fixture(function=None, **settings):
+    """The function, marked as what makes a test's argument of its name."""
+    if function is None:
+        return lambda marked: fixture(marked, **settings)
+    function.is_fixture = True
+    return function
+
+
+def cases(function, namespace):
     """The calls that a test function stands for."""
-    parameters = getattr(function, "parameters", [{}])
-    return [lambda values=values: function(**values) for values in parameters]
+    return [lambda values=values: _run(function, values, namespace) for values in getattr(function, "parameters", [{}])]
 
 
-def class_cases(kind):
+def _run(function, given, namespace):
+    """What the call gives, arguments that are not given made by the fixtures of their names."""
+    import inspect
+
+    arguments = dict(given)
+    for name in inspect.signature(function).parameters:
+        if name not in arguments and getattr(namespace.get(name), "is_fixture", False):
+            made = _run(namespace[name], {}, namespace)
+            arguments[name] = next(made) if inspect.isgenerator(made) else made
+    result = function(**arguments)
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        return asyncio.run(result)
+    return result
+
+
+def class_cases(kind, namespace):
     """The calls that a test class stands for."""
-    if issubclass(kind, unittest.TestCase):
+    if issubclass(kind, TestCase):
         names = unittest.TestLoader().getTestCaseNames(kind)
-        return [lambda name=name: kind(name).debug() for name in names]
+        return [lambda name=name: _run_case(kind, name) for name in names]
 
-    def one(name):
+    def one(name, values):
         instance = kind()
         if hasattr(instance, "setup_method"):
             instance.setup_method()
-        getattr(instance, name)()
+        _run(getattr(instance, name), values, namespace)
 
-    return [lambda name=name: one(name) for name in dir(kind) if name.startswith("test")]
+    return [
+        lambda name=name, values=values: one(name, values)
+        for name in dir(kind)
+        if name.startswith("test")
+        for values in getattr(getattr(kind, name), "parameters", [{}])
+    ]
+
+
+def _run_case(kind, name):
+    """Nothing; runs one method of a TestCase with its class's preparation; raises what fails, an async one's, too."""
+    if kind.setUpClass.__func__ is not TestCase.setUpClass.__func__:
+        kind.setUpClass()
+    result = unittest.TestResult()
+    kind(name).run(result)
+    for _, text in result.failures + result.errors:
+        raise AssertionError(text.strip().splitlines()[-1])
+    if result.unexpectedSuccesses:
+        raise AssertionError("passed where a failure is expected")

@@ -52,8 +52,9 @@ def run_script(source):
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout
     sys.argv = ["program.py"]
     status = 0
+    names = fresh_module("__main__").__dict__
     try:
-        exec(compile(source, "program.py", "exec"), fresh_module("__main__").__dict__)
+        exec(compile(source, "program.py", "exec"), names)
     except SystemExit as stopped:
         status = 0 if stopped.code is None else stopped.code if isinstance(stopped.code, int) else 1
     except BaseException:
@@ -63,14 +64,31 @@ def run_script(source):
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        _flush()
+        names.clear()  # files that the program left open write what they hold
+        _flush()
     except BaseException:
         status = status or 1
     return status
 
 
+def _flush():
+    """Nothing; what was printed is out, also from before the program put another stream in its place."""
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+
+
+def _exit(code=None):
+    """Never returns; `exit` and `quit` of the built-ins, which the module `site` would bring."""
+    raise SystemExit(code)
+
+
 def fresh_module(name):
     """A new module that takes the place of any other of this name."""
+    import builtins
+
+    builtins.exit = builtins.quit = _exit
     module = type(sys)(name)
     module.__dict__["__builtins__"] = __builtins__
     sys.modules[name] = module
@@ -131,6 +149,7 @@ class ProgramServer:
         if action not in ALLOWED_OPERATORS:
             raise AttributeError(action)
         functions = {"len": len, "str": str, "repr": repr, "bool": bool, "hash": hash, "next": next}
+        functions["isinstance"] = isinstance
         return (functions.get(action) or getattr(operator, action))(target, *arguments)
 
     def _call(self, target, arguments, named, forms):
@@ -173,7 +192,7 @@ class ProgramServer:
 
 ALLOWED_OPERATORS = {
     *("len", "str", "repr", "bool", "hash", "next", "eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv"),
-    *("getitem", "setitem", "delitem", "contains", "neg", "matmul", "floordiv", "mod", "pow"),
+    *("isinstance", "getitem", "setitem", "delitem", "contains", "neg", "matmul", "floordiv", "mod", "pow"),
 }
 
 

@@ -17,6 +17,7 @@ import time
 
 import compare
 import runner
+import usage
 
 MOST_ERROR_TEXT = 2000  # bytes of a program's standard error that are kept
 
@@ -24,8 +25,8 @@ MOST_ERROR_TEXT = 2000  # bytes of a program's standard error that are kept
 class Forks:
     """The supervisor's end of the process that forks programs."""
 
-    def __init__(self, socket):
-        self._socket = socket
+    def __init__(self, socket, process):
+        self._socket, self.process = socket, process
 
     def start(self, order, files):
         """The process id of a new run; `files` (input, output, errors) are closed here."""
@@ -51,13 +52,44 @@ class Forks:
         return int.from_bytes(data, "little")
 
 
-def run_scripts(forks, job):
+class Watch:
+    """Looks now and then at what all of the program's processes hold together."""
+
+    def __init__(self, job, settings, spared):
+        self._spared = {1, os.getpid(), *spared}
+        self._most = settings["limits"]["memory_bytes"]
+        self._alone = settings["alone"]
+        self._next = time.monotonic() + usage.EVERY
+
+    def wait(self, reading, writing, until):
+        """(ready to read, ready to write, None or what is wrong) as soon as there is any, or after a moment."""
+        left = until - time.monotonic()
+        ready = select.select(list(reading), list(writing), [], max(0, min(left, usage.EVERY)))
+        problem = None
+        if self._alone and time.monotonic() >= self._next:
+            problem = usage.excess(self._spared, self._most)
+            self._next = time.monotonic() + usage.EVERY
+        return ready[0], ready[1], problem
+
+
+def program_pipe(user):
+    """A pipe that belongs to the program's user, who may so open /dev/stdin and /dev/stdout."""
+    if user is None:
+        return os.pipe()
+    os.seteuid(user)
+    try:
+        return os.pipe()
+    finally:
+        os.seteuid(0)
+
+
+def run_scripts(forks, job, settings):
     """[[passed, detail], ...] of stdin/stdout tests."""
     results = []
     until = time.monotonic() + job["total_seconds"]
     for given, expected in zip(job["inputs"], job["outputs"]):
         seconds = min(job["test_seconds"], until - time.monotonic())
-        output, problem = _run_script(forks, job, given.encode(), max(0.0, seconds))
+        output, problem = _run_script(forks, job, settings, given.encode(), max(0.0, seconds))
         if problem is None and not compare.same_output(expected, output.decode(errors="replace")):
             problem = "wrong output"
         results.append([problem is None, problem or ""])
@@ -66,16 +98,17 @@ def run_scripts(forks, job):
     return results
 
 
-def _run_script(forks, job, given, seconds):
+def _run_script(forks, job, settings, given, seconds):
     """(output, None or what went wrong) of one run."""
-    in_read, in_write = os.pipe()
-    out_read, out_write = os.pipe()
-    err_read, err_write = os.pipe()
+    in_read, in_write = program_pipe(settings["program_user"])
+    out_read, out_write = program_pipe(settings["program_user"])
+    err_read, err_write = program_pipe(settings["program_user"])
     order = {"kind": "script", "source": job["program"], "folder": job["folder"]}
     process = forks.start(order, [in_read, out_write, err_write])
     for number in (in_write, out_read, err_read):
         os.set_blocking(number, False)
-    output, errors, problem = _exchange(job, given, seconds, in_write, out_read, err_read)
+    watch = Watch(job, settings, [forks.process])
+    output, errors, problem = _exchange(job, watch, given, seconds, in_write, out_read, err_read)
     if problem is not None:
         _kill(process)
     status = forks.status()
@@ -87,17 +120,16 @@ def _run_script(forks, job, given, seconds):
     return output, problem
 
 
-def _exchange(job, given, seconds, in_write, out_read, err_read):
+def _exchange(job, watch, given, seconds, in_write, out_read, err_read):
     """(output, errors, problem): feeds the input and gathers what comes, until both outputs are closed."""
     output, errors, offset = bytearray(), bytearray(), 0
     until = time.monotonic() + seconds
     reading, writing, problem = {out_read, err_read}, {in_write}, None
     while reading and problem is None:
-        left = until - time.monotonic()
-        ready = select.select(list(reading), list(writing), [], max(0, left))
-        if left <= 0:
+        readable, writable, problem = watch.wait(reading, writing, until)
+        if time.monotonic() >= until:
             problem = f"took more than {seconds:.3g} s"
-        for number in ready[1]:
+        for number in writable:
             try:
                 offset += os.write(number, given[offset : offset + 65536])
             except BlockingIOError:
@@ -107,7 +139,7 @@ def _exchange(job, given, seconds, in_write, out_read, err_read):
             if offset >= len(given):
                 os.close(number)
                 writing.clear()
-        for number in ready[0]:
+        for number in readable:
             piece = os.read(number, 65536)
             if not piece:
                 reading.discard(number)
@@ -137,7 +169,9 @@ def run_judge(forks, job, settings):
         _judge(job, settings, from_judge, from_program, results_write)
     for number in (from_judge, from_program, results_write):
         os.close(number)
-    report, problem = _gather(results_read, err_read, time.monotonic() + job["total_seconds"], job["output_bytes"])
+    watch = Watch(job, settings, [forks.process, judge])
+    until = time.monotonic() + job["total_seconds"]
+    report, problem = _gather(watch, results_read, err_read, until, job["output_bytes"])
     _kill(judge)
     os.waitpid(judge, 0)
     _kill(process)
@@ -184,15 +218,16 @@ def hide():
         raise OSError("prctl(PR_SET_DUMPABLE) failed")
 
 
-def _gather(results, errors, until, most):
+def _gather(watch, results, errors, until, most):
     """(what came on `results` until its end, None or a problem); drains `errors` meanwhile."""
     report, reading = bytearray(), {results, errors}
     while results in reading:
-        left = until - time.monotonic()
-        ready = select.select(list(reading), [], [], max(0, left))[0]
-        if left <= 0:
+        readable, _, problem = watch.wait(reading, (), until)
+        if problem is not None:
+            return b"", problem
+        if time.monotonic() >= until:
             return b"", "took too long"
-        for number in ready:
+        for number in readable:
             piece = os.read(number, 65536)
             if not piece:
                 reading.discard(number)
@@ -218,7 +253,8 @@ def main():
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     if settings["calls"]:
         import values  # noqa: F401 - both sides of the calls need it: imported once, before they part
-    if os.fork() == 0:
+    forking = os.fork()
+    if forking == 0:
         ours.close()
         os.close(0)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
@@ -227,8 +263,8 @@ def main():
     if settings["judge_user"] is None:
         hide()
     job = marshal.loads(sys.stdin.buffer.read())
-    forks = Forks(ours)
-    results = run_scripts(forks, job) if job["kind"] == "stdin" else run_judge(forks, job, settings)
+    forks = Forks(ours, forking)
+    results = run_scripts(forks, job, settings) if job["kind"] == "stdin" else run_judge(forks, job, settings)
     sys.stdout.buffer.write(job["nonce"] + marshal.dumps(results))
     sys.stdout.buffer.flush()
     os._exit(0)

@@ -20,10 +20,11 @@ def encode(value, to_handle, depth=0):
     if value is None or value is True or value is False or type(value) is str:
         return value
     kind = type(value)
-    if kind is int:
+    if isinstance(value, int):  # an enumeration's member or another kind of int goes by its value
+        value = int.__int__(value)
         return value if abs(value) < 2**53 else {"i": hex(value)}
-    if kind is float:
-        return {"f": repr(value)}
+    if isinstance(value, float):
+        return {"f": float.__repr__(value)}
     if kind is complex:
         return {"c": [repr(value.real), repr(value.imag)]}
 
@@ -33,7 +34,9 @@ def encode(value, to_handle, depth=0):
     if isinstance(value, list):
         return {"l": [inner(item) for item in value]}
     if isinstance(value, tuple):
-        return {"t": [inner(item) for item in value]}
+        items = [inner(item) for item in tuple.__iter__(value)]
+        fields = getattr(kind, "_fields", None)
+        return {"t": items} if fields is None else {"named": [kind.__name__, list(fields), items]}
     if isinstance(value, dict):
         return {"d": [[inner(key), inner(item)] for key, item in value.items()]}
     if isinstance(value, (set, frozenset)):
@@ -44,6 +47,8 @@ def encode(value, to_handle, depth=0):
         return {"n": [kind.__name__, str(value)]}
     if isinstance(value, str):
         return str.__str__(value)
+    if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return inner(value.item())
     return to_handle(value)
 
 
@@ -66,6 +71,11 @@ def decode(form, from_handle):
         return [inner(item) for item in content]
     if tag == "t":
         return tuple(inner(item) for item in content)
+    if tag == "named":
+        import collections
+
+        name, fields, items = content
+        return collections.namedtuple(name, fields, rename=True)(*map(inner, items))
     if tag == "d":
         return {inner(key): inner(item) for key, item in content}
     if tag == "s":
