@@ -17,6 +17,7 @@ from megarl.policy.megatron import PolicyConfig
 from megarl.policy.model import ModelConfig
 from megarl.policy.optimizer import OptimizerSection
 from megarl.policy.parallel import ParallelConfig
+from megarl.policy.precision import PrecisionConfig
 from megarl.reward.config import RewardConfig, RewardRule
 from megarl.rollout.config import RolloutConfig
 
@@ -107,6 +108,7 @@ class RunConfig(BaseModel):
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -135,6 +137,7 @@ class SftConfig(BaseModel):
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

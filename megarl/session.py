@@ -26,6 +26,7 @@ from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
+from megarl.policy.precision import check_precision
 from megarl.resume import CHECKPOINTS, RunState, check_earlier_run
 from megarl.reward.gold import gold_check
 from megarl.reward.grading import Grader
@@ -78,6 +79,7 @@ def open_checkpoints(kind: str, config: RunConfig | SftConfig, policy: MegatronP
     parallel = {
         "tensor": layout.tensor_size,
         "pipeline": layout.pipeline_size,
+        "context": layout.context_size,
         "data": layout.data_size,
         "world_size": layout.world_size,
     }
@@ -126,6 +128,7 @@ class Session:
         """A session with all inputs checked before any process group or model exists; collective over the job."""
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
+        check_precision(config.precision, config.parallel)
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(
             config.data.files,
@@ -376,6 +379,7 @@ def _policy(config: RunConfig, shape: ModelShape, layout: Layout, *, trains: boo
         layout,
         model=config.model,
         parallel=config.parallel,
+        precision=config.precision,
         optimizer=config.optimizer if trains else None,
         config=config.policy,
         total_updates=config.loop.steps * config.loop.updates_per_step,

@@ -22,6 +22,7 @@ from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.megatron import MegatronPolicy, TokenTable
 from megarl.policy.model import read_model_shape
 from megarl.policy.parallel import check_layout, initialize, job_world_size, shutdown
+from megarl.policy.precision import check_precision
 from megarl.resume import RunState
 from megarl.session import (
     load_tokenizer,
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = load_config(path, overrides, SftConfig)
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
+        check_precision(config.precision, config.parallel)
         demonstrations = load_demonstrations(config.data.files, config.data, load_tokenizer(config.model.path))
         folder = prepare_run_folder("sft", config, shape)
         layout = initialize(config.parallel, config.run.seed)
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             layout,
             model=config.model,
             parallel=config.parallel,
+            precision=config.precision,
             optimizer=config.optimizer,
             config=config.policy,
             total_updates=config.sft.updates,

@@ -108,6 +108,7 @@ def push_from_layout(
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -120,6 +121,7 @@ def push_from_layout(
             layout,
             model=ModelConfig(path=folder),
             parallel=config,
+            precision=PrecisionConfig(),
             optimizer=None,
             config=PolicyConfig(),
         )

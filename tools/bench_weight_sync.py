@@ -32,6 +32,7 @@ from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy, PolicyConfig
 from megarl.policy.model import ModelConfig, read_model_shape
 from megarl.policy.parallel import ParallelConfig, initialize, shutdown
+from megarl.policy.precision import PrecisionConfig
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.weights import SyncSettings, WeightSync
 
@@ -85,6 +86,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         layout,
         model=ModelConfig(path=str(model)),
         parallel=parallel,
+        precision=PrecisionConfig(),
         optimizer=None,
         config=PolicyConfig(),
     )

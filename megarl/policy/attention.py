@@ -25,10 +25,9 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         """Raises NotImplementedError for what the kernel would silently leave out."""
         super().__init__()
-        if config.window_size is not None or config.context_parallel_size > 1 or config.attention_dropout:
-            raise NotImplementedError(
-                f"layer {layer_number}: CausalAttention has no sliding window, context parallelism or dropout"
-            )
+        if config.window_size is not None or config.attention_dropout:
+            raise NotImplementedError(f"layer {layer_number}: CausalAttention has no sliding window or dropout")
+        self._context_parallel = config.context_parallel_size > 1
         self._scale = softmax_scale
 
     def forward(
@@ -41,8 +40,11 @@ class CausalAttention(torch.nn.Module):
         **_: object,
     ) -> torch.Tensor:
         """[s, b, heads / TP * head width]: each position's mixture of the values up to it."""
-        if packed_seq_params is not None:
-            raise NotImplementedError("CausalAttention takes padded sequences; packed ones need Transformer Engine")
+        if packed_seq_params is not None or self._context_parallel:
+            raise NotImplementedError(
+                "CausalAttention takes whole, padded sequences; packed ones and context parallelism need Transformer "
+                "Engine"
+            )
         attend = _by_scores if query.shape[0] <= SHORT else _by_tiles
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = attend(query, key, value, self._scale)

@@ -25,6 +25,7 @@ from megarl.policy.hf_weights import assemble, expected_tensors, load_hf_weights
 from megarl.policy.mcore import apply_factories, dist_checkpointing, nested_values, parallel_state
 from megarl.policy.model import ModelConfig, ModelShape, PolicyModel, build_model_chunks, read_model_shape
 from megarl.policy.parallel import Layout, ParallelConfig, check_layout, initialize, shutdown
+from megarl.policy.precision import PrecisionConfig
 
 Progress = Callable[[int, int], None]  # (done, in all); sent to the processes of a conversion
 
@@ -97,7 +98,7 @@ def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, layout: Layout,
     Collective over the job, whose size is that of the layout. A rank holds its shard and one HF tensor.
     """
     shape = read_model_shape(hf)
-    _, chunks = build_model_chunks(shape, ModelConfig(path=str(hf)), parallel)
+    _, chunks = build_model_chunks(shape, ModelConfig(path=str(hf)), parallel, PrecisionConfig(layers="local"))
     total = sum(1 for chunk in chunks for _ in chunk.parameters())
     done = itertools.count(1)
     load_hf_weights(
@@ -166,7 +167,10 @@ def megatron_to_hf(
         stored = dist_checkpointing.load_tensors_metadata(str(checkpoint))
         with torch.device("meta"):
             _, (model,) = build_model_chunks(
-                shape, ModelConfig(path=str(checkpoint), vocab_padding=1), ParallelConfig()
+                shape,
+                ModelConfig(path=str(checkpoint), vocab_padding=1),
+                ParallelConfig(),
+                PrecisionConfig(layers="local"),
             )
         parameters = _stored_parameters(model, shape, stored)
         specs = {

@@ -35,6 +35,7 @@ from megarl.policy.micro_batch import MicroBatch, build_micro_batches, token_off
 from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks, in_half_precision, unwrapped
 from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule
 from megarl.policy.parallel import Layout, ParallelConfig
+from megarl.policy.precision import PrecisionConfig
 
 
 class PolicyConfig(BaseModel):
@@ -94,13 +95,14 @@ class MegatronPolicy:
         *,
         model: ModelConfig,
         parallel: ParallelConfig,
+        precision: PrecisionConfig,
         optimizer: OptimizerSection | None,
         config: PolicyConfig,
         total_updates: int = 1,
     ) -> None:
         """Loads the weights of the HF `folder`. Without an `optimizer` the policy only scores."""
         self.shape, self.layout, self.config, self.folder = shape, layout, config, Path(folder)
-        self.megatron_config, self.chunks = build_model_chunks(shape, model, parallel)
+        self.megatron_config, self.chunks = build_model_chunks(shape, model, parallel, precision)
         load_hf_weights(folder, self.chunks, shape, layout)
         self.modules: list[Any] = in_half_precision(self.megatron_config, self.chunks)
         self.device = next(self.chunks[0].parameters()).device
@@ -111,7 +113,7 @@ class MegatronPolicy:
             self._build_training(optimizer, total_updates)
 
     def _build_training(self, section: OptimizerSection, total_updates: int) -> None:
-        distributed = section.distributed and self.layout.data_size > 1
+        distributed = section.distributed and self.layout.data_size * self.layout.context_size > 1
         self.modules = [
             DistributedDataParallel(
                 self.megatron_config,

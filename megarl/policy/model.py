@@ -22,18 +22,16 @@ from megarl.policy.mcore import (
     parallel_state,
 )
 from megarl.policy.parallel import ParallelConfig
+from megarl.policy.precision import PrecisionConfig
 from megarl.policy.rope import Rope, read_rope
 
 
 class ModelConfig(BaseModel):
-    """Which model is trained and in which precision."""
+    """Which model is trained."""
 
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(description="HF model folder: config.json, safetensors weights, tokenizer.")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Weights and activations; bfloat16 keeps fp32 master weights and fp32 gradient sums."
-    )
     vocab_padding: int = Field(
         128,
         ge=1,
@@ -148,9 +146,11 @@ def padded_vocabulary(vocabulary: int, padding: int, tensor_parallel: int) -> in
     return -(-vocabulary // multiple) * multiple
 
 
-def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
+) -> TransformerConfig:
     """Megatron's configuration of the layers for this shape, precision and layout."""
-    dtype = getattr(torch, model.dtype)
+    dtype = getattr(torch, precision.dtype)
     recompute: dict[str, Any] = {}
     if model.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -188,9 +188,10 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         attention_dropout=0.0,
         softmax_scale=None if shape.rope.logit_factor == 1 else shape.rope.logit_factor * shape.head_width**-0.5,
         params_dtype=dtype,
-        bf16=model.dtype == "bfloat16",
+        bf16=precision.dtype == "bfloat16",
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
         # Losses are summed with their final weights: no division by micro-batches or ranks is wanted.
         calculate_per_token_loss=True,
@@ -219,10 +220,10 @@ def _layer_spec(config: TransformerConfig) -> Any:
 
 
 def build_model_chunks(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """Megatron's config and this rank's model chunks (one per virtual pipeline stage), their weights not set yet."""
-    config = transformer_config(shape, model, parallel)
+    config = transformer_config(shape, model, parallel, precision)
     virtual = parallel.virtual_pipeline > 1
     chunks = []
     for chunk in range(parallel.virtual_pipeline):

@@ -1,4 +1,4 @@
-"""How a job's ranks are laid out: tensor, pipeline, sequence and data parallelism, and the process groups for them."""
+"""How a job's ranks are laid out (tensor, pipeline, sequence, context, data parallelism), and the groups for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ParallelConfig(BaseModel):
-    """The parallel layout. The data-parallel size is what is left: world size / (tensor x pipeline)."""
+    """The parallel layout. The data-parallel size is what is left: world size / (tensor x pipeline x context)."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -29,6 +29,11 @@ class ParallelConfig(BaseModel):
     )
     sequence: bool = Field(
         False, description="Sequence parallelism: activations between layers are split over the tensor ranks."
+    )
+    context: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each sequence (context parallelism). Above 1 needs Transformer Engine on GPUs.",
     )
     timeout_minutes: float = Field(
         30.0, gt=0, description="Deadline of every collective, in minutes; a rank that waits longer raises."
@@ -44,6 +49,8 @@ class Layout:
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tensor_size = parallel_state.get_tensor_model_parallel_world_size()
         self.pipeline_size = parallel_state.get_pipeline_model_parallel_world_size()
+        self.context_rank = parallel_state.get_context_parallel_rank()
+        self.context_size = parallel_state.get_context_parallel_world_size()
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group() if self.tensor_size > 1 else None
@@ -54,17 +61,21 @@ class Layout:
 
     @property
     def speaks_for_its_data(self) -> bool:
-        """Whether this one of the model's ranks contributes the results of its data to the job."""
+        """Whether this one of the model's ranks contributes the results of its data to the job.
+
+        Context-parallel ranks hold different tokens: each of them speaks for its own.
+        """
         return self.is_last_stage and self.tensor_rank == 0
 
 
 def check_layout(config: ParallelConfig, world_size: int, shape: ModelShape) -> None:
     """Nothing, or a UserError that names the config key when the layout does not fit the job or the model."""
-    model_ranks = config.tensor * config.pipeline
+    model_ranks = config.tensor * config.pipeline * config.context
     if world_size % model_ranks:
+        context = (" x parallel.context", f" x {config.context}") if config.context > 1 else ("", "")
         raise UserError(
-            f"parallel.tensor x parallel.pipeline = {config.tensor} x {config.pipeline} = {model_ranks} "
-            f"does not divide the world size {world_size}"
+            f"parallel.tensor x parallel.pipeline{context[0]} = {config.tensor} x {config.pipeline}{context[1]} = "
+            f"{model_ranks} does not divide the world size {world_size}"
         )
     for name, count in (
         ("attention heads", shape.heads),
@@ -107,6 +118,7 @@ def initialize(config: ParallelConfig, seed: int = 1) -> Layout:
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
         distributed_timeout_minutes=max(1, round(config.timeout_minutes)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -69,7 +69,7 @@ class ReportRun:
         return {
             "rollout temperature": str(self.config.get("rollout", {}).get("temperature", "unknown")),
             "evaluation temperature": str(sets[0].get("temperature", "unknown")),
-            "precision": str(self.config.get("model", {}).get("dtype", "unknown")),
+            "precision": str(self.config.get("precision", {}).get("dtype", "unknown")),
             "evaluation set": self.evaluation_set,
         }
 

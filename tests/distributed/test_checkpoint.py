@@ -31,6 +31,7 @@ def build_policy(folder: str, parallel: dict[str, Any], dtype: str, distributed:
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     return MegatronPolicy(
@@ -38,8 +39,9 @@ def build_policy(folder: str, parallel: dict[str, Any], dtype: str, distributed:
         read_model_shape(folder),
         initialize(config),
         # The padded vocabulary differs between layouts.
-        model=ModelConfig(path=folder, dtype=dtype, vocab_padding=32),
+        model=ModelConfig(path=folder, vocab_padding=32),
         parallel=config,
+        precision=PrecisionConfig(dtype=dtype),
         optimizer=OptimizerSection(
             learning_rate=1e-2, weight_decay=0.01, schedule="cosine", warmup_updates=2, distributed=distributed
         ),

@@ -78,6 +78,7 @@ def convert_and_score(rank: int, world: int, models: list[str], out: str, parall
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -91,6 +92,7 @@ def convert_and_score(rank: int, world: int, models: list[str], out: str, parall
             layout,
             model=ModelConfig(path=model, vocab_padding=16),
             parallel=config,
+            precision=PrecisionConfig(),
             optimizer=None,
             config=PolicyConfig(),
         )

@@ -72,6 +72,7 @@ def updates_in_layout(
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -84,6 +85,7 @@ def updates_in_layout(
                 layout,
                 model=ModelConfig(path=folder),
                 parallel=config,
+                precision=PrecisionConfig(),
                 optimizer=OptimizerSection(learning_rate=1e-4, clip_gradient=0.0, distributed=False),
                 config=PolicyConfig(micro_batch_tokens=budget),
             )

@@ -79,6 +79,7 @@ def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: di
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.optimizer import OptimizerSection
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(**parallel)
     layout = initialize(config)
@@ -93,6 +94,7 @@ def train_in_layout(rank: int, world_size: int, folders: list[str], parallel: di
             layout,
             model=ModelConfig(path=folder),
             parallel=config,
+            precision=PrecisionConfig(),
             optimizer=OptimizerSection(**OPTIMIZER),
             config=PolicyConfig(micro_batch_tokens=40),
             total_updates=100,

@@ -73,10 +73,12 @@ def policy_choices(rank: int, world: int, folder: str, prompt: list[int], respon
     from megarl.policy.megatron import MegatronPolicy, PolicyConfig
     from megarl.policy.model import ModelConfig, read_model_shape
     from megarl.policy.parallel import ParallelConfig, initialize
+    from megarl.policy.precision import PrecisionConfig
 
     config = ParallelConfig(pipeline=2)
     policy = MegatronPolicy(
         folder, read_model_shape(folder), initialize(config), model=ModelConfig(path=folder), parallel=config,
+        precision=PrecisionConfig(),
         optimizer=None, config=PolicyConfig(),
     )  # fmt: skip
     logits = response_logits(policy, [Sample(Prompt(0, "chat", prompt, ""), 0, response, [], 1.0, "stop", 0)])

@@ -74,6 +74,9 @@ def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
         ("reward.sandbox=jail", ["reward.sandbox.kind", "bubblewrap"]),
         ("reward.function=remote", ["reward.remote.url"]),
         ("loop.updates_per_step=3", ["updates_per_step", "3", "prompts_per_step"]),
+        ("precision.dtype=float16", ["precision.dtype", "float16", "bfloat16"]),
+        ("precision.fp8=hybrid", ["precision.fp8", "Transformer Engine", "no CUDA device"]),
+        ("precision.layers=transformer_engine", ["precision.layers", "no CUDA device", "auto, local"]),
         ("nonsense", ["nonsense", "section.key=value"]),
         ("run.seed=99999999999999999999", ["run.seed", "4294967296"]),
         ("parallel.timeout_minutes=.inf", ["parallel.timeout_minutes", "finite"]),
@@ -88,6 +91,16 @@ def test_a_bad_value_is_named(
     line = message_of(config, tmp_path, capsys, override)
     for part in expected:
         assert part in line, line
+
+
+def test_context_parallelism_on_a_cpu_is_refused_by_name(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = message_of(config, tmp_path, capsys, "parallel.context=2")
+    assert "parallel.context = 1 x 1 x 2 = 2 does not divide the world size 1" in line
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = message_of(config, tmp_path, capsys, "parallel.context=2")
+    assert "parallel.context = 2 needs Transformer Engine: this machine has no CUDA device" in line
 
 
 def test_tensor_parallelism_that_does_not_divide_the_heads_is_named(

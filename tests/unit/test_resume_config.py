@@ -58,7 +58,7 @@ def test_a_harmless_change_is_accepted_and_told(change: dict[str, Any], caplog: 
         ({"run": {"seed": 2}}, "run.seed = 1 became 2"),
         ({"rollout": {"samples_per_prompt": 4}}, "rollout.samples_per_prompt = 8 became 4"),
         ({"objective": {"loss": "kl_cov"}}, "objective.loss"),
-        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"precision": {"dtype": "bfloat16"}}, "precision.dtype"),
         ({"data": {"shuffle": False}}, "data.shuffle = true became false"),
     ],
 )

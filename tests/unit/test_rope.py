@@ -12,6 +12,7 @@ import transformers
 from megarl.policy.megatron import MegatronPolicy, PolicyConfig
 from megarl.policy.model import ModelConfig, read_model_shape
 from megarl.policy.parallel import ParallelConfig, initialize, shutdown
+from megarl.policy.precision import PrecisionConfig
 from tests.tiny_models import random_samples, write_tiny_model
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -53,6 +54,7 @@ def test_scaled_positions_match_transformers(tmp_path: Path, kind: str, family: 
             layout,
             model=ModelConfig(path=str(folder)),
             parallel=ParallelConfig(),
+            precision=PrecisionConfig(),
             optimizer=None,
             config=PolicyConfig(),
         )
