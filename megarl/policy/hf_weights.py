@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,14 @@ from megarl.policy.families.table import (
 from megarl.policy.mcore import tensor_parallel
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
+
+
+class TensorSource(Protocol):
+    """HF tensors by name, of which slices can be read."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, *slices: slice) -> torch.Tensor: ...
 
 
 class SafetensorsFolder:
@@ -169,12 +177,12 @@ def layer_parameter(layer: torch.nn.Module, rule: WeightRule) -> torch.nn.Parame
     return own[rule.megatron] if rule.megatron in own else own[FUSED_NORMS[rule.megatron]]
 
 
-def _rows(source: SafetensorsFolder, name: str, rank: int, ranks: int) -> torch.Tensor:
+def _rows(source: TensorSource, name: str, rank: int, ranks: int) -> torch.Tensor:
     count = source.shape(name)[0] // ranks
     return source.read(name, slice(rank * count, (rank + 1) * count))
 
 
-def _vocabulary_rows(source: SafetensorsFolder, name: str, rank: int, rows: int) -> torch.Tensor:
+def _vocabulary_rows(source: TensorSource, name: str, rank: int, rows: int) -> torch.Tensor:
     vocabulary, hidden = source.shape(name)
     part = source.read(name, slice(min(rank * rows, vocabulary), min((rank + 1) * rows, vocabulary)))
     missing = rows - part.shape[0]
@@ -195,8 +203,8 @@ def _separate_qkv(fused: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     return [part.reshape(-1, *tail) for part in parts]
 
 
-def _shard(
-    rule: WeightRule, names: list[str], source: SafetensorsFolder, shape: ModelShape, layout: Layout, rows: int
+def read_shard(
+    rule: WeightRule, names: list[str], source: TensorSource, shape: ModelShape, layout: Layout, rows: int
 ) -> torch.Tensor:
     """This tensor-parallel rank's Megatron parameter of `rows` rows, of whose HF tensors only its part is read."""
     rank, ranks = layout.tensor_rank, layout.tensor_size
@@ -247,16 +255,16 @@ def load_hf_weights(
     source = SafetensorsFolder(folder)
     check_tensors(folder, source, shape)
     for chunk in chunks:
-        for parameter, rule, layer in _all_parameters(chunk, shape):
+        for parameter, rule, layer in all_parameters(chunk, shape):
             names = [name.format(layer=layer) for name in rule.hf]
             if keep_dtype:
                 parameter.data = torch.empty_like(parameter, dtype=_common_dtype(source, names))
-            parameter.copy_(_shard(rule, names, source, shape, layout, parameter.shape[0]))
+            parameter.copy_(read_shard(rule, names, source, shape, layout, parameter.shape[0]))
             _mark_if_cut(parameter, rule)
             progress()
 
 
-def _all_parameters(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
+def all_parameters(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
     """As `model_rules`, with the last stage's own copy of a tied embedding."""
     yield from model_rules(chunk, shape)
     if shape.tied and chunk.post_process and not chunk.pre_process:
