@@ -78,7 +78,8 @@ def vocab_parallel_logprob_entropy(
     shard = _shard(logits.shape[1], targets, vocab_size, group)
     temperatures = _temperatures(temperature, entropy_temperature, logits)
     elements = _chunk_elements(logits.numel(), 16, logits)
-    rows = _checked_size("chunk_size", chunk_size) or max(1, elements // max(1, logits.shape[1]))
+    fit = len(logits) if _kernels(logits) else elements // max(1, logits.shape[1])
+    rows = _checked_size("chunk_size", chunk_size) or max(1, fit)
     overwrite = in_place_gradient and _may_be_overwritten(logits)
     return _LogprobEntropy.apply(logits, targets.long(), temperatures, shard, rows, entropy_gradient, overwrite)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,14 @@ from megarl.policy.families.table import (
 from megarl.policy.mcore import tensor_parallel
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
+
+
+class TensorSource(Protocol):
+    """HF tensors by name, of which slices can be read."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, *slices: slice) -> torch.Tensor: ...
 
 
 class SafetensorsFolder:
@@ -67,13 +75,6 @@ class SafetensorsFolder:
         """A tensor of its own memory: the slices of the stored one, or the whole."""
         with self._open(self._file_of[name]) as file:
             return file.get_slice(name)[slices or slice(None)]
-
-    def read_rows(self, name: str, start: int, stop: int, *columns: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row counted from `start`, rows) of rows start..stop-1, in pieces of some MiB."""
-        width = max(1, torch.Size(self.shape(name)[1:]).numel())
-        step = max(1, _PIECE // width)
-        for row in range(start, stop, step):
-            yield row - start, self.read(name, slice(row, min(row + step, stop)), *columns)
 
     def _open(self, path: Path) -> Any:
         try:
@@ -183,17 +184,19 @@ def layer_parameter(layer: torch.nn.Module, rule: WeightRule) -> torch.nn.Parame
     return own[rule.megatron] if rule.megatron in own else own[FUSED_NORMS[rule.megatron]]
 
 
-def _rows(source: SafetensorsFolder, name: str, rank: int, ranks: int) -> torch.Tensor:
+def _rows(source: TensorSource, name: str, rank: int, ranks: int) -> torch.Tensor:
     count = source.shape(name)[0] // ranks
     return source.read(name, slice(rank * count, (rank + 1) * count))
 
 
 def _copy_rows(
-    target: torch.Tensor, source: SafetensorsFolder, name: str, start: int, stop: int, *columns: slice
+    target: torch.Tensor, source: TensorSource, name: str, start: int, stop: int, *columns: slice
 ) -> None:
-    """Nothing; the target's first rows are the stored tensor's start..stop-1."""
-    for place, piece in source.read_rows(name, start, stop, *columns):
-        target[place : place + len(piece)].copy_(piece)
+    """Nothing; the target's first rows are the stored tensor's start..stop-1, read in pieces of some MiB."""
+    step = max(1, _PIECE // max(1, torch.Size(source.shape(name)[1:]).numel()))
+    for row in range(start, stop, step):
+        end = min(row + step, stop)
+        target[row - start : end - start].copy_(source.read(name, slice(row, end), *columns))
 
 
 def _interleave_qkv(parts: list[torch.Tensor], key_value_heads: int) -> torch.Tensor:
@@ -210,11 +213,11 @@ def _separate_qkv(fused: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
     return [part.reshape(-1, *tail) for part in parts]
 
 
-def _fill(
+def fill_shard(
     target: torch.Tensor,
     rule: WeightRule,
     names: list[str],
-    source: SafetensorsFolder,
+    source: TensorSource,
     shape: ModelShape,
     layout: Layout,
 ) -> None:
@@ -273,16 +276,16 @@ def load_hf_weights(
     source = SafetensorsFolder(folder)
     check_tensors(folder, source, shape)
     for chunk in chunks:
-        for parameter, rule, layer in _all_parameters(chunk, shape):
+        for parameter, rule, layer in all_parameters(chunk, shape):
             names = [name.format(layer=layer) for name in rule.hf]
             if keep_dtype:
                 parameter.data = torch.empty_like(parameter, dtype=_common_dtype(source, names))
-            _fill(parameter.data, rule, names, source, shape, layout)
+            fill_shard(parameter.data, rule, names, source, shape, layout)
             _mark_if_cut(parameter, rule)
             progress()
 
 
-def _all_parameters(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
+def all_parameters(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, WeightRule, int]]:
     """As `model_rules`, with the last stage's own copy of a tied embedding."""
     yield from model_rules(chunk, shape)
     if shape.tied and chunk.post_process and not chunk.pre_process:

@@ -10,6 +10,7 @@ fp32; everything is accumulated in fp32. Tensor-parallel ranks are combined outs
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -290,11 +291,12 @@ def logits_moments(
     found, bits = _empty_parts(parts, tokens, temperatures, logits)
     target_logit = logits.new_zeros(tokens, dtype=torch.float32)
     if tokens:
-        _logits_moments[(tokens, parts)](
-            logits, *logits.stride(), _columns_of(targets, shard.start, columns), bits, found.top, found.sums,
-            target_logit, tokens, columns, columns_a_part,
-            TEMPERATURES=len(temperatures.inverse), BLOCK=COLUMNS, num_warps=8,
-        )  # fmt: skip
+        with _on_device_of(logits):
+            _logits_moments[(tokens, parts)](
+                logits, *logits.stride(), _columns_of(targets, shard.start, columns), bits, found.top, found.sums,
+                target_logit, tokens, columns, columns_a_part,
+                TEMPERATURES=len(temperatures.inverse), BLOCK=COLUMNS, num_warps=8,
+            )  # fmt: skip
     return merge_parts(found, temperatures), target_logit
 
 
@@ -315,11 +317,12 @@ def write_gradient(
     tokens, columns = logits.shape
     if logits.numel() == 0:
         return
-    _logits_gradient[(tokens, -(-columns // COLUMNS))](
-        logits, *logits.stride(), destination, *destination.stride(),
-        *_term_tables(top, part, temperatures, terms, at_target),
-        tokens, columns, TERMS=len(terms), BLOCK=COLUMNS, num_warps=8,
-    )  # fmt: skip
+    with _on_device_of(logits):
+        _logits_gradient[(tokens, -(-columns // COLUMNS))](
+            logits, *logits.stride(), destination, *destination.stride(),
+            *_term_tables(top, part, temperatures, terms, at_target),
+            tokens, columns, TERMS=len(terms), BLOCK=COLUMNS, num_warps=8,
+        )  # fmt: skip
 
 
 def linear_moments(
@@ -332,11 +335,12 @@ def linear_moments(
     found, bits = _empty_parts(parts, tokens, temperatures, hidden)
     target_logit = hidden.new_zeros(parts, tokens, dtype=torch.float32)
     if tokens:
-        _linear_moments[(blocks, parts)](
-            hidden.contiguous(), weight.contiguous(), _columns_of(targets, shard.start, columns), bits, found.top,
-            found.sums, target_logit, tokens, columns, width, columns_a_part,
-            TEMPERATURES=len(temperatures.inverse), **_launch(hidden),
-        )  # fmt: skip
+        with _on_device_of(hidden):
+            _linear_moments[(blocks, parts)](
+                hidden.contiguous(), weight.contiguous(), _columns_of(targets, shard.start, columns), bits, found.top,
+                found.sums, target_logit, tokens, columns, width, columns_a_part,
+                TEMPERATURES=len(temperatures.inverse), **_launch(hidden),
+            )  # fmt: skip
     return merge_parts(found, temperatures), target_logit.sum(dim=0)
 
 
@@ -357,11 +361,12 @@ def linear_gradient(
     gradient = hidden.new_empty(rows, columns)
     if gradient.numel() == 0:
         return gradient
-    _linear_gradient[(-(-rows // TILE_TOKENS), -(-columns // TILES[hidden.dtype][0]))](
-        hidden.contiguous(), weight.contiguous(), gradient,
-        *_term_tables(top, part, temperatures, terms, at_target),
-        rows, columns, width, TERMS=len(terms), **_launch(hidden),
-    )  # fmt: skip
+    with _on_device_of(hidden):
+        _linear_gradient[(-(-rows // TILE_TOKENS), -(-columns // TILES[hidden.dtype][0]))](
+            hidden.contiguous(), weight.contiguous(), gradient,
+            *_term_tables(top, part, temperatures, terms, at_target),
+            rows, columns, width, TERMS=len(terms), **_launch(hidden),
+        )  # fmt: skip
     return gradient
 
 
@@ -379,6 +384,11 @@ def tiling(dtype: torch.dtype) -> dict[str, Any]:
 
 def _launch(hidden: torch.Tensor) -> dict[str, Any]:
     return tiling(hidden.dtype) | {"num_warps": 8, "num_stages": 3}
+
+
+def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _cut(columns: int, block: int, others: int) -> tuple[int, int]:

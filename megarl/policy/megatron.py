@@ -24,8 +24,6 @@ from megarl.policy.hf_folder import HfFolderWriter, TensorSpec
 from megarl.policy.hf_weights import expected_tensors, gather_hf_tensors, hf_tensor_shapes, load_hf_weights
 from megarl.policy.layers import layers_of
 from megarl.policy.mcore import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
     MegatronOptimizer,
     PackedSeqParams,
     clip_grad_by_total_norm_fp32,
@@ -35,7 +33,7 @@ from megarl.policy.mcore import (
 )
 from megarl.policy.micro_batch import MicroBatch, PackedRow, build_micro_batches, token_offsets
 from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks, in_half_precision, unwrapped
-from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule
+from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule, with_gradient_buffers
 from megarl.policy.packing import PackingRule, build_packed_micro_batches
 from megarl.policy.parallel import Layout, ParallelConfig
 from megarl.policy.precision import PrecisionConfig, layer_modules
@@ -123,14 +121,7 @@ class MegatronPolicy:
 
     def _build_training(self, section: OptimizerSection, total_updates: int) -> None:
         distributed = section.distributed and self.layout.data_size * self.layout.context_size > 1
-        self.modules = [
-            DistributedDataParallel(
-                self.megatron_config,
-                DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True),
-                module,
-            )
-            for module in self.modules
-        ]
+        self.modules = with_gradient_buffers(self.megatron_config, self.modules, distributed)
         dtype = self.megatron_config.params_dtype
         self.optimizer = build_optimizer(section, self.modules, dtype, distributed)
         self.schedule = build_schedule(section, self.optimizer, total_updates)

@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megarl.policy.mcore import (
     DistributedDataParallel,
+    DistributedDataParallelConfig,
     MegatronOptimizer,
     OptimizerConfig,
     OptimizerParamScheduler,
+    TransformerConfig,
     get_megatron_optimizer,
 )
 
@@ -53,10 +55,26 @@ class OptimizerSection(BaseModel):
         return self
 
 
+def with_gradient_buffers(
+    config: TransformerConfig, modules: list[Any], distributed: bool
+) -> list[DistributedDataParallel]:
+    """The model chunks with fp32 gradient buffers, which are summed over the ranks that hold the same weights."""
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+    return [DistributedDataParallel(config, settings, module) for module in modules]
+
+
 def build_optimizer(
-    section: OptimizerSection, chunks: list[DistributedDataParallel], dtype: torch.dtype, distributed: bool
+    section: OptimizerSection,
+    chunks: list[DistributedDataParallel],
+    dtype: torch.dtype,
+    distributed: bool,
+    *,
+    host_groups: bool = True,
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over the model chunks; fp32 master weights when `dtype` is bf16."""
+    """Megatron's optimizer over the model chunks; fp32 master weights when `dtype` is bf16.
+
+    `host_groups` says whether the job has gloo groups beside its own.
+    """
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -72,6 +90,7 @@ def build_optimizer(
             use_distributed_optimizer=distributed,
         ),
         chunks,
+        use_gloo_process_groups=host_groups,
     )
 
 

@@ -101,8 +101,11 @@ def job_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(config: ParallelConfig, seed: int = 1) -> Layout:
-    """This rank's `Layout`; starts torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups."""
+def initialize(config: ParallelConfig, seed: int = 1, *, host_groups: bool = True) -> Layout:
+    """This rank's `Layout`; starts torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups.
+
+    Without `host_groups` there are no gloo groups beside them, which a job that does not exist cannot have.
+    """
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -120,6 +123,7 @@ def initialize(config: ParallelConfig, seed: int = 1) -> Layout:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
         distributed_timeout_minutes=max(1, round(config.timeout_minutes)),
+        create_gloo_process_groups=host_groups,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Layout()

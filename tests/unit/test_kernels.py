@@ -325,6 +325,14 @@ def test_strided_logits_and_no_tokens_are_taken(kernels: Any) -> None:
     assert hidden[0].shape == (0,)
 
 
+@pytest.mark.parametrize("columns", [0, 1, 4096, 4097, 152_064])
+@pytest.mark.parametrize("others", [1, 7, 100, 5000])
+def test_columns_are_shared_out_in_whole_blocks(kernels: Any, columns: int, others: int) -> None:
+    parts, a_part = kernels._cut(columns, 4096, others)
+    assert a_part % 4096 == 0 and (parts - 1) * a_part < max(columns, 1) <= parts * a_part
+    assert parts == 1 or parts * others <= kernels.ENOUGH_PROGRAMS
+
+
 def test_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 

@@ -1,0 +1,103 @@
+"""Bytes that a training rank holds from step to step, and at the peak of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import RunConfig
+from megarl.plan.activations import Activations, activations_of
+from megarl.plan.parameters import buffer_of, chunk_parameters
+from megarl.policy.model import ModelShape
+
+MASTER, GRADIENT = 4, 4  # bytes: fp32 master weights, moments and gradient sums (policy/optimizer.py)
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one rank's weights, gradients and optimizer. Exact: `--dry-run` counts the same."""
+
+    parameters: int  # elements, padded vocabulary included
+    weights: int
+    gradients: int
+    master_weights: int
+    moments: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.master_weights + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """One training rank. Which pipeline stage it belongs to decides what it holds."""
+
+    pipeline_rank: int
+    states: States
+    reference: int  # bytes of the frozen reference model's weights
+    activations: Activations
+
+    @property
+    def resting(self) -> int:
+        """Bytes outside of updates."""
+        return self.states.total + self.reference
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the middle of an update."""
+        return self.resting + self.activations.peak
+
+
+def item_size(config: RunConfig) -> int:
+    """Bytes of a weight or an activation."""
+    return {"float32": 4, "bfloat16": 2}[config.precision.dtype]
+
+
+def states_of(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int, shard: int = 0) -> States:
+    """The `States` of a rank of this pipeline stage, which keeps shard `shard` of its optimizer's state.
+
+    `data` is the data-parallel size; context-parallel ranks hold the same weights, and share the optimizer too.
+    """
+    size, replicas = item_size(config), data * config.parallel.context
+    distributed = config.optimizer.distributed and replicas > 1
+    chunks = chunk_parameters(shape, config.parallel, config.model.vocab_padding, pipeline_rank)
+    parameters = padded = updated = 0
+    for chunk in chunks:
+        buffer = buffer_of(chunk, replicas, distributed)
+        parameters += sum(parameter.elements for parameter in chunk)
+        padded += buffer.size
+        updated += buffer.shard(shard, replicas) if distributed else buffer.size
+    return States(
+        parameters=parameters,
+        weights=padded * size,
+        gradients=padded * GRADIENT,
+        master_weights=updated * MASTER if size < MASTER else 0,
+        moments=2 * updated * MASTER,
+    )
+
+
+def largest_states(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int) -> States:
+    """The `States` of the stage's rank whose optimizer shard is largest: shards differ by padding."""
+    replicas = data * config.parallel.context
+    every = (states_of(config, shape, data, pipeline_rank, shard) for shard in range(replicas))
+    return max(every, key=lambda states: states.total)
+
+
+def training_memory(config: RunConfig, shape: ModelShape, data: int) -> list[TrainingMemory]:
+    """The memory of a rank of each pipeline stage, in their order."""
+    stages = []
+    for stage in range(config.parallel.pipeline):
+        states = largest_states(config, shape, data, stage)
+        has_reference = config.objective.reference_kl.coefficient > 0
+        stages.append(
+            TrainingMemory(
+                pipeline_rank=stage,
+                states=states,
+                reference=states.parameters * item_size(config) if has_reference else 0,
+                activations=activations_of(config, shape, stage, item_size(config)),
+            )
+        )
+    return stages
