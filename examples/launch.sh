@@ -48,7 +48,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 
-command=(torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --nproc-per-node "${GPUS_PER_NODE:-8}")
+signals="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+command=(torchrun --signals-to-handle "$signals" --nproc-per-node "${GPUS_PER_NODE:-8}")
 if [[ $nodes -gt 1 ]]; then
     command+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}")
     command+=(--rdzv-id "${RUN_ID:-$(basename "$config" .yaml)}")

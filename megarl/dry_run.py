@@ -176,7 +176,9 @@ def print_dry_run(seen: DryRun) -> None:
             f"{rank.place.rank:>9} {at['tensor']:>6} {at['pipeline']:>6} {layers:>8} {rank.shards.parameters:>14,} "
             f"{rank.shards.padding:>11,}  " + " ".join(f"{size / 1e9:>9.2f}" for size in sizes)
         )
-    print(f"built     {len(seen.ranks)} ranks in {seen.seconds:.0f} s, {seen.peak_bytes / 1e9:.1f} GB of memory at most")
+    print(
+        f"built     {len(seen.ranks)} ranks in {seen.seconds:.0f} s, {seen.peak_bytes / 1e9:.1f} GB of memory at most"
+    )
 
 
 def _kinds(ranks: Sequence[BuiltRank]) -> list[BuiltRank]:

@@ -40,7 +40,9 @@ def limits_finding() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     best = hard if hard != resource.RLIM_INFINITY else OPEN_FILES
     if best < OPEN_FILES:
-        return Finding("open files", "weak", f"{soft}, at most {best}", f"many servers may need {OPEN_FILES} (ulimit -n)")
+        return Finding(
+            "open files", "weak", f"{soft}, at most {best}", f"many servers may need {OPEN_FILES} (ulimit -n)"
+        )
     return Finding("open files", "ok", f"{soft}, at most {best}")
 
 
@@ -53,7 +55,9 @@ def gpu_findings() -> list[Finding]:
         return [Finding("GPUs", "missing", why, "runs on the CPU over gloo: small models only")]
     count = torch.cuda.device_count()
     first = torch.cuda.get_device_properties(0)
-    findings = [Finding("GPUs", "ok", f"{count} x {first.name}, {first.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}")]
+    findings = [
+        Finding("GPUs", "ok", f"{count} x {first.name}, {first.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}")
+    ]
     if torch.distributed.is_nccl_available():
         findings.append(Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version()))))
     else:
@@ -77,7 +81,11 @@ def nvlink_finding(topology: str, gpus: int) -> Finding:
     if not topology:
         return Finding("NVLink", "weak", "nvidia-smi topo -m said nothing", "whether GPUs are joined is not known")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
-    rows = [line.split()[1 : gpus + 1] for line in plain.splitlines() if re.match(r"GPU\d+\s", line) and len(line.split()) > gpus]
+    rows = [
+        line.split()[1 : gpus + 1]
+        for line in plain.splitlines()
+        if re.match(r"GPU\d+\s", line) and len(line.split()) > gpus
+    ]
     rows = [row for row in rows if "X" in row]
     joined = [cell for row in rows for cell in row if cell.startswith("NV")]
     if rows and len(joined) == gpus * (gpus - 1):
@@ -93,7 +101,11 @@ def infiniband_finding(root: str, gpus: int) -> Finding:
         rates = sorted({_text(port / "rate").split("(")[0].strip() for port in active})
         return Finding("InfiniBand", "ok", f"{len(active)} active ports, {', '.join(rates)}")
     found = f"{len(ports)} ports, none active" if ports else "no adapter"
-    cost = "runs over several nodes go through TCP, many times slower (docker run --device /dev/infiniband)" if gpus else ""
+    cost = (
+        "runs over several nodes go through TCP, many times slower (docker run --device /dev/infiniband)"
+        if gpus
+        else ""
+    )
     return Finding("InfiniBand", "missing", found, cost or "nothing on a machine without GPUs")
 
 

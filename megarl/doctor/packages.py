@@ -84,7 +84,9 @@ def optional_findings() -> list[Finding]:
 def sglang_finding(python: str) -> Finding:
     """SGLang in the interpreter that starts servers."""
     program = "import json, importlib.metadata as m; print(json.dumps(m.version('sglang')))"
-    cost = "rollout.engine=sglang cannot start servers; rollout.urls and in_process work (rollout.server_python names it)"
+    cost = (
+        "rollout.engine=sglang cannot start servers; rollout.urls and in_process work (rollout.server_python names it)"
+    )
     found = shutil.which(python)
     if found is None:
         return Finding("sglang", "missing", f"{python} is no executable file", cost)

@@ -56,9 +56,7 @@ def item_size(config: RunConfig) -> int:
     return {"float32": 4, "bfloat16": 2}[config.precision.dtype]
 
 
-def states_of(
-    config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int, shard: int | None = None
-) -> States:
+def states_of(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int, shard: int | None = None) -> States:
     """The `States` of a rank of this pipeline stage, which keeps shard `shard` of its optimizer's state.
 
     Without `shard`: of the rank whose shard is largest; shards differ by padding. `data` is the data-parallel size;

@@ -116,7 +116,9 @@ def print_proposals(cluster: Cluster, layouts: list[Proposal]) -> None:
     """Nothing; layouts that fit, and one line for each kind of refusal."""
     console = _console()
     fitting = [layout for layout in layouts if layout.plan is not None]
-    table = Table("tensor", "pipeline", "context", "data", "GB left", "step, s", title="layouts that fit, fastest first")
+    table = Table(
+        "tensor", "pipeline", "context", "data", "GB left", "step, s", title="layouts that fit, fastest first"
+    )
     for layout in fitting[:SHOWN]:
         assert layout.plan is not None
         left, seconds = layout.plan.margin / 1e9, layout.plan.time.seconds
@@ -144,9 +146,7 @@ def _states_table(training: list[TrainingMemory]) -> Table:
             activations.head,
             stage.peak,
         )
-        table.add_row(
-            str(stage.pipeline_rank), f"{states.parameters:,}", *(f"{size / 1e9:.1f}" for size in sizes)
-        )
+        table.add_row(str(stage.pipeline_rank), f"{states.parameters:,}", *(f"{size / 1e9:.1f}" for size in sizes))
     return table
 
 

@@ -132,4 +132,3 @@ def _generation(
     if together >= alone:
         return Phase("generation", rounds * together, "memory bandwidth of decoding")
     return Phase("generation", rounds * alone, "the longest response, which decodes token by token")
-
