@@ -163,11 +163,14 @@ def print_dry_run(seen: DryRun) -> None:
     if seen.elements:
         print(f"shards    {seen.elements:,} elements, each held once by every replica; {seen.replicas} replicas")
     print(
-        f"batch     {batches.prompts:,} prompts x {batches.samples} = {batches.responses:,} responses; {batches.updates} "
-        f"updates of {batches.sequences_per_update[1]:,}, {batches.sequences_per_rank:,} on a data rank"
+        f"batch     {batches.prompts:,} prompts x {batches.samples} = {batches.responses:,} responses; "
+        f"{batches.updates} updates of {batches.sequences_per_update[1]:,}, {batches.sequences_per_rank:,} on a data "
+        "rank"
     )
-    print(f"{'rank':>9} {'tensor':>6} {'stage':>6} {'layers':>8} {'parameters':>14} {'padding':>11}  GB: weights gradients "
-          "master moments  total")  # fmt: skip
+    print(
+        f"{'rank':>9} {'tensor':>6} {'stage':>6} {'layers':>8} {'parameters':>14} {'padding':>11}  "
+        "GB: weights gradients master moments total"
+    )
     for rank in shown:
         memory, at = rank.memory, rank.place.coordinates
         layers = f"{rank.layers[0]}-{rank.layers[-1]}" if rank.layers else "none"

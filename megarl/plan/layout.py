@@ -88,13 +88,13 @@ def plan_layout(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Plan:
 
 
 def data_size(config: RunConfig, shape: ModelShape, training_gpus: int, gpus_per_node: int) -> int:
-    """The data-parallel size. Raises UserError: the layout does not fit GPUs or model, or spreads a layer over nodes."""
+    """The data-parallel size. Raises UserError: the layout does not fit GPUs or model, or cuts layers over nodes."""
     parallel = config.parallel
     check_layout(parallel, training_gpus, shape)
     if parallel.tensor > gpus_per_node:
         raise UserError(
-            f"parallel.tensor = {parallel.tensor} spreads each layer over nodes of {gpus_per_node} GPUs: the network is "
-            "too slow for it"
+            f"parallel.tensor = {parallel.tensor} spreads each layer over nodes of {gpus_per_node} GPUs: the network "
+            "is too slow for it"
         )
     return training_gpus // (parallel.tensor * parallel.pipeline * parallel.context)
 

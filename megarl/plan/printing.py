@@ -166,10 +166,11 @@ def _print_placement(console: Console, cluster: Cluster, placement: Placement | 
     )
     if serving is not None:
         console.print(
-            f"  {f'{serving.servers} servers' if asked_for else 'each server'} of {serving.gpus_per_server} GPUs: {serving.weights / 1e9:.1f} GB of weights, "
+            f"  {f'{serving.servers} servers' if asked_for else 'each server'} of {serving.gpus_per_server} GPUs: "
+            f"{serving.weights / 1e9:.1f} GB of weights, "
             f"{serving.cache / 1e9:.1f} GB of cache a GPU at --mem-fraction-static {serving.share:.2f} of "
-            f"{serving.free_at_start / 1e9:.1f} GB; {serving.cache_tokens:,} tokens, {serving.mean_responses} responses "
-            f"of mean length at once, {serving.longest_responses} of the longest"
+            f"{serving.free_at_start / 1e9:.1f} GB; {serving.cache_tokens:,} tokens, {serving.mean_responses} "
+            f"responses of mean length at once, {serving.longest_responses} of the longest"
         )
 
 
@@ -183,8 +184,9 @@ def _time_table(plan: Plan) -> Table:
 def _print_assumptions(console: Console, cluster: Cluster) -> None:
     gpu, assumed = cluster.gpu, cluster.assumptions
     console.print(
-        f"published ({gpu.source}): {gpu.flops / 1e12:,.0f} TFLOP/s bf16, {gpu.memory_bandwidth / 1e12:.2f} TB/s memory, "
-        f"{gpu.node_bandwidth / 1e9:.0f} GB/s in a node, {gpu.network_bandwidth / 1e9:.0f} GB/s between nodes, a GPU"
+        f"published ({gpu.source}): {gpu.flops / 1e12:,.0f} TFLOP/s bf16, "
+        f"{gpu.memory_bandwidth / 1e12:.2f} TB/s memory, {gpu.node_bandwidth / 1e9:.0f} GB/s in a node, "
+        f"{gpu.network_bandwidth / 1e9:.0f} GB/s between nodes, a GPU"
     )
     console.print(
         f"assumed: {assumed.flops_share:.0%} of the operations, {assumed.memory_share:.0%} of the memory bandwidth and "

@@ -83,8 +83,8 @@ def serving_of(
     tokens = max(0, cache) // per_token
     if tokens < longest:
         raise UserError(
-            f"a server of {rollout.server_tensor} GPUs has {share:.2f} of {free / 1e9:.1f} GB for {weights / 1e9:.1f} GB "
-            f"of weights and its cache: room for {tokens} tokens, one response needs {longest}"
+            f"a server of {rollout.server_tensor} GPUs has {share:.2f} of {free / 1e9:.1f} GB for "
+            f"{weights / 1e9:.1f} GB of weights and its cache: room for {tokens} tokens, one response needs {longest}"
         )
     return Serving(
         servers=servers,

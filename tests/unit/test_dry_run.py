@@ -1,8 +1,9 @@
-"""A dry run: shards that tile a checkpoint, groups that cut the world, bytes as Megarl's own arithmetic has them."""
+"""A dry run: shards that tile a checkpoint, groups that cut the world, bytes as the plan's arithmetic has them."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,7 @@ def test_a_gap_an_overlap_and_a_missing_tensor_are_found(tmp_path: Path) -> None
     shape = read_model_shape(model_folder(tmp_path / "model", "llama", tied=False))
     sizes = expected_tensors(shape)
     regions = [whole(name, size) for name, size in sizes.items()]
-    assert check_tiling([RankShards(0, 0, regions)], shape, 1) == sum(
-        __import__("math").prod(size) for size in sizes.values()
-    )
+    assert check_tiling([RankShards(0, 0, regions)], shape, 1) == sum(math.prod(size) for size in sizes.values())
     place = next(i for i, region in enumerate(regions) if region.name.endswith("3.mlp.up_proj.weight"))
     rows, columns = sizes[regions[place].name]
     upper = Region(regions[place].name, ((0, rows // 2), (0, columns)), False)
@@ -173,7 +172,7 @@ def test_weight_files_that_are_there_are_checked(tmp_path: Path) -> None:
     import torch
 
     save_file({"model.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="weights do not fit config.json: missing"):
+    with pytest.raises(UserError, match=r"weights do not fit config\.json: missing"):
         dry_run(config, "x.yaml", 1)
 
 

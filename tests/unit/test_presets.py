@@ -101,8 +101,10 @@ def test_the_papers_settings(path: Path) -> None:
 @pytest.mark.parametrize("path", PAPER, ids=name_of)
 def test_every_value_says_where_it_is_from(path: Path) -> None:
     text = path.read_text()
-    values = ["prompts_per_step", "updates_per_step", "learning_rate", "max_response_length", "temperature: 1.0",
-              "samples_per_prompt", "weight_decay", "clip_gradient", "micro_batch_tokens", "max_prompt_length"]  # fmt: skip
+    values = [
+        "prompts_per_step", "updates_per_step", "learning_rate", "max_response_length", "temperature: 1.0",
+        "samples_per_prompt", "weight_decay", "clip_gradient", "micro_batch_tokens", "max_prompt_length",
+    ]  # fmt: skip
     for value in values:
         assert re.search(rf"{value}.*#.*\[(paper|code)", text), value
 
