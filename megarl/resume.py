@@ -39,7 +39,6 @@ HARMLESS = {
     "optimizer.distributed": "where moments are kept",
     "optimizer.max_skipped_updates": "when the run gives up",
     "data.files": "the data cursor checks their content",
-    "precision.layers": "whose modules compute; sums may round differently",
     "rollout.batch_size": "how the work is cut",
     "rollout.dtype": "number format of generation",
     "rollout.server*": "how servers are run",

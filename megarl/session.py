@@ -128,7 +128,7 @@ class Session:
         """A session with all inputs checked before any process group or model exists; collective over the job."""
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
-        check_precision(config.precision, config.parallel)
+        check_precision(config.precision, config.parallel, trains=trains)
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(
             config.data.files,

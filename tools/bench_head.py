@@ -7,11 +7,13 @@ it can, beside Megatron's own vocabulary-parallel cross entropy on a clone of th
 plus backward, gradients of both outputs, which are compared first; fp32 logits, one thread a rank; medians over
 interleaved repetitions, each the slowest rank's; peak memory of rank 0 beyond the logits. Without options: a table of
 2048 tokens, vocabularies 19,008 and 152,064, 1 and 2 ranks. With `--json` or a size: one case, by default the first.
+On GPUs (one a rank) ours is the Triton path, and a third side, ours without Triton, is measured too: `torch_...`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -20,7 +22,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,11 +45,18 @@ DEFAULT_CASES = [(2048, vocab, ranks) for vocab in (19_008, 152_064) for ranks i
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes of new tensors alive at once while `function` runs on the CPU, by the allocator's own events.
+    """The most bytes of new tensors alive at once while `function` runs, by the allocator's own count or events.
 
     A mode that holds Python references to tensors would not do: autograd adds gradients in place only where nobody else
     holds them.
     """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     kineto = profiler.profiler
@@ -93,7 +102,7 @@ Head = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def heads(targets: torch.Tensor, group: dist.ProcessGroup | None) -> dict[str, Head]:
-    """(logprob [T], entropy [T]) of logits [T, V/TP] as either side computes them."""
+    """(logprob [T], entropy [T]) of logits [T, V/TP] as each side computes them."""
     from megarl.policy.head import vocab_parallel_logprob_entropy
     from megarl.policy.mcore import tensor_parallel
 
@@ -102,7 +111,22 @@ def heads(targets: torch.Tensor, group: dist.ProcessGroup | None) -> dict[str, H
         # Megatron's cross entropy writes into its input, and the entropy's backward still needs the logits.
         return -tensor_parallel.vocab_parallel_cross_entropy(source.clone(), targets), entropy
 
-    return {"ours": functools.partial(vocab_parallel_logprob_entropy, targets=targets, group=group), "peer": peer}
+    ours: Head = functools.partial(vocab_parallel_logprob_entropy, targets=targets, group=group)
+    return {"ours": ours, "peer": peer} | ({"torch": ours} if targets.is_cuda else {})
+
+
+@contextlib.contextmanager
+def path_of(side: str) -> Iterator[None]:
+    """Within, the head does without its Triton kernels if `side` is torch."""
+    from megarl.policy import head
+
+    chosen = head._kernels
+    if side == "torch":
+        head._kernels = lambda like: None
+    try:
+        yield
+    finally:
+        head._kernels = chosen
 
 
 def forward_backward(head: Head, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -113,15 +137,19 @@ def forward_backward(head: Head, source: torch.Tensor, weights: torch.Tensor) ->
 
 
 def check_agreement(sides: dict[str, Head], logits: torch.Tensor, weights: torch.Tensor) -> None:
-    """Raises where the two sides' outputs or gradients differ by more than fp32 rounding."""
-    ours, peer = (forward_backward(head, fresh(logits), weights) for head in sides.values())
-    for one, other in zip(ours, peer, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    """Raises where our outputs or gradients differ from the peer's by more than fp32 rounding."""
+    peer = forward_backward(sides["peer"], fresh(logits), weights)
+    for side in sides.keys() - {"peer"}:
+        with path_of(side):
+            ours = forward_backward(sides[side], fresh(logits), weights)
+        for one, other in zip(ours, peer, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        del ours, one
 
 
 def fresh(logits: torch.Tensor) -> torch.Tensor:
     """A copy of the logits that is the result of an operation and wants a gradient, without holding a second buffer."""
-    leaf = torch.zeros((), requires_grad=True)
+    leaf = torch.zeros((), requires_grad=True, device=logits.device)
     return Produced.apply(leaf, logits.clone())
 
 
@@ -134,7 +162,7 @@ class Produced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.zeros(()), None
+        return gradient.new_zeros(()), None
 
 
 def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: int, results: Any) -> None:
@@ -142,14 +170,17 @@ def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: 
     # The profiler writes to standard output, which belongs to the figures.
     os.dup2(2, 1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["LOCAL_RANK"] = str(rank)
     from megarl.policy.parallel import ParallelConfig, initialize, shutdown
 
     torch.set_num_threads(1)
     group = initialize(ParallelConfig(tensor=ranks)).tensor_group
-    generator = torch.Generator().manual_seed(rank)
-    logits = torch.randn(tokens, vocab // ranks, generator=generator) * 3
-    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(99))
-    weights = torch.rand(2, tokens, generator=torch.Generator().manual_seed(98))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(rank)
+    logits = torch.randn(tokens, vocab // ranks, generator=generator, device=device).mul_(3)
+    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(99)).to(device)
+    weights = torch.rand(2, tokens, generator=torch.Generator().manual_seed(98)).to(device)
     sides = heads(targets, group)
     check_agreement(sides, logits, weights)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -157,16 +188,22 @@ def measure(rank: int, ranks: int, port: int, tokens: int, vocab: int, repeats: 
         for name, head in sides.items():
             source = fresh(logits)
             dist.barrier()
+            if on_gpu:
+                torch.cuda.synchronize()
             began = time.perf_counter()
-            forward_backward(head, source, weights)
-            elapsed = torch.tensor(time.perf_counter() - began)
+            with path_of(name):
+                forward_backward(head, source, weights)
+            if on_gpu:
+                torch.cuda.synchronize()
+            elapsed = torch.tensor(time.perf_counter() - began, device=device)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
             seconds[name].append(float(elapsed))
             del source
     memory = {}
     for name, head in sides.items():
         source = fresh(logits)
-        memory[name] = peak_bytes(functools.partial(forward_backward, head, source, weights))
+        with path_of(name):
+            memory[name] = peak_bytes(functools.partial(forward_backward, head, source, weights))
         del source
     if rank == 0:
         results.put(
@@ -214,7 +251,7 @@ def run_case(tokens: int, vocab: int, ranks: int, repeats: int) -> dict[str, flo
         "peer_mib": memory["peer"] / mib,
         "memory_ratio": memory["ours"] / memory["peer"],
         "logits_mib": 4 * tokens * vocab / ranks / mib,
-    }
+    } | ({"torch_ms": 1e3 * seconds["torch"], "torch_mib": memory["torch"] / mib} if "torch" in seconds else {})
 
 
 def main() -> None:

@@ -26,6 +26,27 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return batches
 
 
+def packed_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices into `lengths`, cut into micro-batches of at most `token_budget` tokens in all: packed without padding.
+
+    Longest first, each into the first micro-batch with room. A sequence longer than the budget gets a micro-batch of
+    its own. Empty when `lengths` is. Raises ValueError for a budget below 1.
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget = {token_budget} must be at least 1")
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for index in _longest_first(lengths):
+        fitting = next((order for order, left in enumerate(room) if left >= lengths[index]), None)
+        if fitting is None:
+            batches.append([index])
+            room.append(token_budget - lengths[index])
+        else:
+            batches[fitting].append(index)
+            room[fitting] -= lengths[index]
+    return batches
+
+
 def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """For each of `ranks` ranks, increasing indices into `lengths`, with token totals as even as the greedy rule gets.
 

@@ -23,10 +23,10 @@ OPTIONAL = (
     (
         "transformer-engine",
         "transformer_engine",
-        "GPUs: no packed sequences, context parallelism, FP8 or fused layers; precision.layers=local still trains, "
-        "slower (pip install 'megarl[cuda]')",
+        "GPUs: no packed sequences, context parallelism or FP8; with apex precision.layers=local trains, slower; with "
+        "neither no training on GPUs (pip install 'megarl[cuda]')",
     ),
-    ("apex", "apex", "nothing where Transformer Engine is there; with neither, torch's AdamW, slower on GPUs"),
+    ("apex", "apex", "nothing where Transformer Engine is there; with neither there is no fused Adam, so no training on GPUs"),
     ("aiohttp", "aiohttp", "rollout.engine=sglang does not work (pip install 'megarl[sglang]')"),
     ("altair", "altair", "megarl report does not work (pip install 'megarl[report]')"),
     ("pyseccomp", "pyseccomp", "programs cannot be judged in the sandbox (pip install 'megarl[code]')"),

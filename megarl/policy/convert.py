@@ -98,7 +98,9 @@ def convert_shard(hf: Path, out: Path, parallel: ParallelConfig, layout: Layout,
     Collective over the job, whose size is that of the layout. A rank holds its shard and one HF tensor.
     """
     shape = read_model_shape(hf)
-    _, chunks = build_model_chunks(shape, ModelConfig(path=str(hf)), parallel, PrecisionConfig(layers="local"))
+    _, chunks = build_model_chunks(
+        shape, ModelConfig(path=str(hf)), parallel, PrecisionConfig(layers="local"), on_gpu=False
+    )
     total = sum(1 for chunk in chunks for _ in chunk.parameters())
     done = itertools.count(1)
     load_hf_weights(
@@ -171,6 +173,7 @@ def megatron_to_hf(
                 ModelConfig(path=str(checkpoint), vocab_padding=1),
                 ParallelConfig(),
                 PrecisionConfig(layers="local"),
+                on_gpu=False,
             )
         parameters = _stored_parameters(model, shape, stored)
         specs = {

@@ -4,12 +4,16 @@ One operation gives both, with exact gradients for both. With z = logits / tempe
     logprob_t = z_t - log Z        d logprob / d z_j = 1[j = target] - p_j
     H = log Z - sum_j p_j z_j      d H / d z_j = -p_j (log p_j + H)
 Forward keeps O(T) numbers beside the logits; backward recomputes p chunk by chunk. Megatron's padded vocabulary columns
-take no part. torch and a process group are all that is needed: any trainer can use this file.
+take no part. torch and a process group are all that is needed: any trainer can use this file. On a GPU the passes are
+the Triton kernels of kernels.py where triton is installed, else, and on a CPU, the torch code of head_chunks.py.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -74,7 +78,8 @@ def vocab_parallel_logprob_entropy(
     shard = _shard(logits.shape[1], targets, vocab_size, group)
     temperatures = _temperatures(temperature, entropy_temperature, logits)
     elements = _chunk_elements(logits.numel(), 16, logits)
-    rows = _checked_size("chunk_size", chunk_size) or max(1, elements // max(1, logits.shape[1]))
+    fit = len(logits) if _kernels(logits) else elements // max(1, logits.shape[1])
+    rows = _checked_size("chunk_size", chunk_size) or max(1, fit)
     overwrite = in_place_gradient and _may_be_overwritten(logits)
     return _LogprobEntropy.apply(logits, targets.long(), temperatures, shard, rows, entropy_gradient, overwrite)
 
@@ -125,11 +130,13 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: Temperatures, shard: Shard,
                 rows: int, entropy_gradient: bool, overwrite: bool) -> Any:  # fmt: skip
         real = logits[:, : shard.valid]
-        chunks = parts(len(targets), rows)
-        workspace = Workspace(min(rows, len(targets)) * shard.valid, 2, accumulation_dtype(logits), logits.device)
-        found = [moments(real[part], temperatures, part, workspace) for part in chunks]
-        local = _side_by_side(found, temperatures, logits)
-        target_logit = target_logits(real, targets, shard.start, shard.valid)
+        if kernels := _kernels(logits):
+            local, target_logit = kernels.logits_moments(real, targets, shard, temperatures)
+        else:
+            workspace = Workspace(min(rows, len(targets)) * shard.valid, 2, accumulation_dtype(logits), logits.device)
+            found = [moments(real[part], temperatures, part, workspace) for part in parts(len(targets), rows)]
+            local = _side_by_side(found, temperatures, logits)
+            target_logit = target_logits(real, targets, shard.start, shard.valid)
         logprob, entropy, *kept = combine(local, target_logit, temperatures, shard)
         ctx.save_for_backward(logits, targets, *kept)
         ctx.temperatures, ctx.shard, ctx.rows, ctx.overwrite = temperatures, shard, rows, overwrite
@@ -147,12 +154,15 @@ class _LogprobEntropy(torch.autograd.Function):
         # A detached alias carries no graph, and still marks the logits as changed for whoever saved them.
         grad = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         terms = gradient_terms(grad_logprob, grad_entropy, temperatures, totals, means)
-        elements = min(ctx.rows, len(targets)) * shard.valid
-        workspace = Workspace(elements, 1 + len(terms), top.dtype, logits.device)
+        real = slice(0, shard.valid)
+        if kernels := _kernels(logits):
+            write = kernels.write_gradient
+        else:
+            elements = min(ctx.rows, len(targets)) * shard.valid
+            write = partial(write_gradient, Workspace(elements, 1 + len(terms), top.dtype, logits.device))
         for part in parts(len(targets), ctx.rows):
             at_target = _at_target(grad_logprob, targets, part, temperatures, shard.start, shard.valid, top.dtype)
-            real = slice(0, shard.valid)
-            write_gradient(grad[part, real], logits[part, real], part, top, temperatures, terms, at_target, workspace)
+            write(grad[part, real], logits[part, real], part, top, temperatures, terms, at_target)
         grad[:, shard.valid :] = 0
         return grad, *[None] * 6
 
@@ -162,19 +172,10 @@ class _LinearLogprobEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
                 temperatures: Temperatures, shard: Shard, tile: tuple[int, int], entropy_gradient: bool,
                 reduce_hidden: bool, accumulate_in_fp32: bool) -> Any:  # fmt: skip
-        dtype = accumulation_dtype(hidden)
-        workspace = Workspace(min(tile[0], len(hidden)) * min(tile[1], shard.valid), 2, dtype, hidden.device)
-        found: list[Moments] = []
-        target_logit = hidden.new_zeros(len(targets), dtype=dtype)
-        for part in parts(len(targets), tile[0]):
-            running = Moments.empty(len(targets[part]), temperatures, hidden, dtype)
-            for columns in parts(shard.valid, tile[1]):
-                logits = hidden[part] @ weight[columns].T
-                running = merge(running, moments(logits, temperatures, part, workspace), temperatures, part)
-                start = shard.start + columns.start
-                target_logit[part] += target_logits(logits, targets[part], start, logits.shape[1])
-            found.append(running)
-        local = _side_by_side(found, temperatures, hidden)
+        if kernels := _kernels(hidden):
+            local, target_logit = kernels.linear_moments(hidden, weight[: shard.valid], targets, shard, temperatures)
+        else:
+            local, target_logit = _linear_moments(hidden, weight, targets, shard, temperatures, tile)
         logprob, entropy, *kept = combine(local, target_logit, temperatures, shard)
         ctx.save_for_backward(hidden, weight, targets, *kept)
         ctx.temperatures, ctx.shard, ctx.tile = temperatures, shard, tile
@@ -196,19 +197,21 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         weight_dtype = dtype if ctx.accumulate_in_fp32 else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if for_weight else None
         terms = gradient_terms(grad_logprob, grad_entropy, temperatures, totals, means)
-        elements = min(ctx.tile[0], len(hidden)) * min(ctx.tile[1], shard.valid)
-        workspace = Workspace(elements, 1 + len(terms), dtype, hidden.device)
+        if kernels := _kernels(hidden):
+            tile_gradient = kernels.linear_gradient
+        else:
+            elements = min(ctx.tile[0], len(hidden)) * min(ctx.tile[1], shard.valid)
+            tile_gradient = partial(_linear_gradient, Workspace(elements, 1 + len(terms), dtype, hidden.device))
         for part in parts(len(targets), ctx.tile[0]):
             of_part = hidden.new_zeros(hidden[part].shape, dtype=dtype)
             for columns in parts(shard.valid, ctx.tile[1]):
-                logits = hidden[part] @ weight[columns].T
+                pieces = hidden[part], weight[columns]
                 start = shard.start + columns.start
-                at_target = _at_target(grad_logprob, targets, part, temperatures, start, logits.shape[1], dtype)
-                # The gradient takes the place of the tile's logits.
-                write_gradient(logits, logits, part, top, temperatures, terms, at_target, workspace)
-                _add_product(of_part, logits, weight[columns])
+                at_target = _at_target(grad_logprob, targets, part, temperatures, start, len(pieces[1]), dtype)
+                gradient = tile_gradient(*pieces, part, top, temperatures, terms, at_target)
+                _add_product(of_part, gradient, pieces[1])
                 if grad_weight is not None:
-                    _add_product(grad_weight[columns], logits.T, hidden[part])
+                    _add_product(grad_weight[columns], gradient.T, pieces[0])
             if grad_hidden is not None:
                 grad_hidden[part] = of_part
         if grad_hidden is not None and ctx.reduce_hidden and shard.group is not None:
@@ -216,10 +219,51 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
+def _kernels(like: torch.Tensor) -> Any:
+    """The module megarl.policy.kernels where it can work on this tensor, else None."""
+    return _triton_kernels() if like.is_cuda and like.dtype != torch.float64 else None
+
+
+@cache
+def _triton_kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("megarl.policy.kernels")
+
+
+def _linear_moments(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: Shard, temperatures: Temperatures,
+    tile: tuple[int, int],
+) -> tuple[Moments, torch.Tensor]:  # fmt: skip
+    """(moments [T], target's logit [T]) of the logits hidden @ weight.T, tile by tile."""
+    dtype = accumulation_dtype(hidden)
+    workspace = Workspace(min(tile[0], len(hidden)) * min(tile[1], shard.valid), 2, dtype, hidden.device)
+    found: list[Moments] = []
+    target_logit = hidden.new_zeros(len(targets), dtype=dtype)
+    for part in parts(len(targets), tile[0]):
+        running = Moments.empty(len(targets[part]), temperatures, hidden, dtype)
+        for columns in parts(shard.valid, tile[1]):
+            logits = hidden[part] @ weight[columns].T
+            running = merge(running, moments(logits, temperatures, part, workspace), temperatures, part)
+            start = shard.start + columns.start
+            target_logit[part] += target_logits(logits, targets[part], start, logits.shape[1])
+        found.append(running)
+    return _side_by_side(found, temperatures, hidden), target_logit
+
+
+def _linear_gradient(workspace: Workspace, hidden: torch.Tensor, weight: torch.Tensor, *details: Any) -> torch.Tensor:
+    """[rows, columns]: the gradient of one tile of logits, in the place of the logits; `details`: `write_gradient`."""
+    logits = hidden @ weight.T
+    write_gradient(workspace, logits, logits, *details)
+    return logits
+
+
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right; the factors may have a narrower dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch >= 2.8: the product is not rounded either
+        total += torch.mm(left, right, out_dtype=total.dtype)
     else:
         total += left @ right
 

@@ -103,6 +103,14 @@ def merge(first: Moments, second: Moments, temperatures: Temperatures, part: sli
     return Moments(top, _below(first, top, temperatures, part) + _below(second, top, temperatures, part))
 
 
+def merge_parts(parts: Moments, temperatures: Temperatures) -> Moments:
+    """The moments of several sets of columns of the same tokens: `top` [parts, T], `sums` [2 k, parts, T]."""
+    if len(parts.top) == 1:
+        return Moments(parts.top[0], parts.sums[:, 0])
+    top = parts.top.amax(dim=0)
+    return Moments(top, _below(parts, top, temperatures, slice(0, len(top))).sum(dim=1))
+
+
 def combine(
     local: Moments, target_logit: torch.Tensor, temperatures: Temperatures, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,6 +187,7 @@ def gradient_terms(
 
 
 def write_gradient(
+    workspace: Workspace,
     destination: torch.Tensor,
     logits: torch.Tensor,
     part: slice,
@@ -186,7 +195,6 @@ def write_gradient(
     temperatures: Temperatures,
     terms: list[GradientTerm],
     at_target: tuple[torch.Tensor, torch.Tensor] | None,
-    workspace: Workspace,
 ) -> None:
     """Writes the gradient of `logits` [rows, columns] into `destination`, which may be the same memory.
 

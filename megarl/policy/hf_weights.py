@@ -12,7 +12,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UserError
-from megarl.policy.families.table import COMPUTED_TENSORS, EMBEDDING, FINAL_NORM, OUTPUT, Sharding, WeightRule
+from megarl.policy.families.table import (
+    COMPUTED_TENSORS,
+    EMBEDDING,
+    FINAL_NORM,
+    FUSED_NORMS,
+    OUTPUT,
+    Sharding,
+    WeightRule,
+)
 from megarl.policy.mcore import tensor_parallel
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
@@ -156,11 +164,17 @@ def model_rules(chunk: PolicyModel, shape: ModelShape) -> Iterator[tuple[torch.n
         yield chunk.get_parameter(EMBEDDING.megatron), EMBEDDING, -1
     for layer in chunk.decoder.layers:
         for rule in shape.family.layer_rules:
-            yield layer.get_parameter(rule.megatron), rule, layer.layer_number - 1
+            yield layer_parameter(layer, rule), rule, layer.layer_number - 1
     if chunk.post_process:
         yield chunk.get_parameter(FINAL_NORM.megatron), FINAL_NORM, -1
         if not shape.tied:
             yield chunk.get_parameter(OUTPUT.megatron), OUTPUT, -1
+
+
+def layer_parameter(layer: torch.nn.Module, rule: WeightRule) -> torch.nn.Parameter:
+    """The parameter of a decoder layer that a rule is about, whoever's modules the layer is made of."""
+    own = dict(layer.named_parameters())
+    return own[rule.megatron] if rule.megatron in own else own[FUSED_NORMS[rule.megatron]]
 
 
 def _rows(source: TensorSource, name: str, rank: int, ranks: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The one door through which megarl reaches Megatron-Core: prepares the CPU where there is no GPU, then imports."""
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -48,6 +50,15 @@ if not torch.cuda.is_available():
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
+
+def transformer_engine_norm_and_spec() -> tuple[Any, Any]:
+    """(Transformer Engine's norm class, Megatron's function that makes a layer specification of its modules)."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return TENorm, get_gpt_layer_with_transformer_engine_spec
+
+
 __all__ = [
     "AsyncRequest",
     "DistributedDataParallel",
@@ -58,6 +69,7 @@ __all__ = [
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "PackedSeqParams",
     "ShardedObject",
     "ShardedTensor",
     "TorchDistSaveShardedStrategy",
@@ -78,4 +90,5 @@ __all__ = [
     "nested_values",
     "parallel_state",
     "tensor_parallel",
+    "transformer_engine_norm_and_spec",
 ]

@@ -22,18 +22,21 @@ from megarl.objective.objective import LossOutput, TokenInputs
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
 from megarl.policy.hf_folder import HfFolderWriter, TensorSpec
 from megarl.policy.hf_weights import expected_tensors, gather_hf_tensors, hf_tensor_shapes, load_hf_weights
+from megarl.policy.layers import layers_of
 from megarl.policy.mcore import (
     MegatronOptimizer,
+    PackedSeqParams,
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_forward_backward_func,
     tensor_parallel,
 )
-from megarl.policy.micro_batch import MicroBatch, build_micro_batches, token_offsets
+from megarl.policy.micro_batch import MicroBatch, PackedRow, build_micro_batches, token_offsets
 from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks, in_half_precision, unwrapped
 from megarl.policy.optimizer import OptimizerSection, build_optimizer, build_schedule, with_gradient_buffers
+from megarl.policy.packing import PackingRule, build_packed_micro_batches
 from megarl.policy.parallel import Layout, ParallelConfig
-from megarl.policy.precision import PrecisionConfig
+from megarl.policy.precision import PrecisionConfig, layer_modules
 
 
 class PolicyConfig(BaseModel):
@@ -44,7 +47,7 @@ class PolicyConfig(BaseModel):
     micro_batch_tokens: int = Field(
         16384,
         ge=1,
-        description="Padded tokens per micro-batch of a rank; a longer sequence gets its own.",
+        description="Tokens per micro-batch of a rank, padding included; a longer sequence gets its own.",
     )
     head: Literal["logits", "hidden"] = Field(
         "logits",
@@ -105,10 +108,16 @@ class MegatronPolicy:
         self.modules: list[Any] = in_half_precision(self.megatron_config, self.chunks)
         self.device = next(self.chunks[0].parameters()).device
         self._sequence_parallel = parallel.sequence
+        self._packing = self._packing_rule(parallel, precision)
         self._count_multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         self.optimizer: MegatronOptimizer | None = None
         if optimizer is not None:
             self._build_training(optimizer, total_updates)
+
+    def _packing_rule(self, parallel: ParallelConfig, precision: PrecisionConfig) -> PackingRule | None:
+        """How sequences are packed where the layers take packed ones."""
+        layers = layers_of(layer_modules(precision, cuda=self.device.type == "cuda"), precision)
+        return PackingRule.of(parallel, precision, self.layout.context_rank) if layers.packed else None
 
     def _build_training(self, section: OptimizerSection, total_updates: int) -> None:
         distributed = section.distributed and self.layout.data_size * self.layout.context_size > 1
@@ -252,15 +261,16 @@ class MegatronPolicy:
                 )
         offsets = token_offsets(samples)
         mine = balance([sample.total_length for sample in samples], self.layout.data_size)[self.layout.data_rank]
-        batches = build_micro_batches(
-            samples,
-            mine,
-            offsets,
-            token_budget=self.config.micro_batch_tokens,
-            length_multiple=self.layout.tensor_size if self._sequence_parallel else 1,
-            count_multiple=self._count_multiple,
-            device=self.device,
-        )
+        common: dict[str, Any] = {
+            "token_budget": self.config.micro_batch_tokens,
+            "count_multiple": self._count_multiple,
+            "device": self.device,
+        }
+        if self._packing is not None:
+            batches = build_packed_micro_batches(samples, mine, offsets, rule=self._packing, **common)
+        else:
+            multiple = self.layout.tensor_size if self._sequence_parallel else 1
+            batches = build_micro_batches(samples, mine, offsets, length_multiple=multiple, **common)
         return batches, offsets[-1]
 
     def _run(
@@ -274,7 +284,9 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)
-            options = {"fp32_output": False} if self.megatron_config.bf16 else {}
+            options: dict[str, Any] = {"fp32_output": False} if self.megatron_config.bf16 else {}
+            if micro_batch.packed is not None:
+                options["packed_seq_params"] = _packed_sequences(micro_batch.packed)
             hidden = module(micro_batch.input_ids, micro_batch.position_ids, None, **options)
             return hidden, functools.partial(on_last_stage, micro_batch)
 
@@ -329,6 +341,19 @@ class MegatronPolicy:
             for name, value in rank_maxima.items():
                 result[name] = max(result.get(name, -math.inf), value)
         return result
+
+
+def _packed_sequences(row: PackedRow) -> PackedSeqParams:
+    """What attention must know of a packed row. Padding belongs to its sequence, so both kinds of bounds are alike."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=row.boundaries,
+        cu_seqlens_kv=row.boundaries,
+        cu_seqlens_q_padded=row.boundaries,
+        cu_seqlens_kv_padded=row.boundaries,
+        max_seqlen_q=row.longest,
+        max_seqlen_kv=row.longest,
+    )
 
 
 def _one_token() -> torch.Tensor:

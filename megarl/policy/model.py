@@ -10,19 +10,18 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.errors import UserError
-from megarl.policy.attention import CausalAttention
 from megarl.policy.families import FAMILIES, REFUSED_EVERYWHERE, Family
+from megarl.policy.layers import Layers, layers_of
 from megarl.policy.mcore import (
     Float16Module,
     GPTModel,
     TransformerBlockSubmodules,
     TransformerConfig,
-    get_gpt_layer_local_spec,
     get_num_layers_to_build,
     parallel_state,
 )
 from megarl.policy.parallel import ParallelConfig
-from megarl.policy.precision import PrecisionConfig
+from megarl.policy.precision import PrecisionConfig, layer_modules
 from megarl.policy.rope import Rope, read_rope
 
 
@@ -70,14 +69,6 @@ class ModelShape:
             "rope_type": self.rope.kind,
             "rope_base": self.rope.base,
         }
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor, marked for the gradient sum that sequence parallelism needs."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PolicyModel(GPTModel):
@@ -147,7 +138,13 @@ def padded_vocabulary(vocabulary: int, padding: int, tensor_parallel: int) -> in
 
 
 def transformer_config(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    layers: Layers,
+    *,
+    on_gpu: bool,
 ) -> TransformerConfig:
     """Megatron's configuration of the layers for this shape, precision and layout."""
     dtype = getattr(torch, precision.dtype)
@@ -195,45 +192,40 @@ def transformer_config(
         sequence_parallel=parallel.sequence,
         # Losses are summed with their final weights: no division by micro-batches or ranks is wanted.
         calculate_per_token_loss=True,
-        use_cpu_initialization=True,
+        use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=True,
         persist_layer_norm=False,
+        **layers.options,
         **recompute,
         **pipeline,
     )
 
 
-def _layer_spec(config: TransformerConfig) -> Any:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    if config.qk_layernorm:
-        spec.submodules.self_attention.submodules.q_layernorm = RMSNorm
-        spec.submodules.self_attention.submodules.k_layernorm = RMSNorm
-    return spec
-
-
 def build_model_chunks(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    *,
+    on_gpu: bool | None = None,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
-    """Megatron's config and this rank's model chunks (one per virtual pipeline stage), their weights not set yet."""
-    config = transformer_config(shape, model, parallel, precision)
+    """Megatron's config and this rank's model chunks (one per virtual pipeline stage), their weights not set yet.
+
+    `on_gpu`: whether the weights lie on this rank's GPU; None: where there is one.
+    """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    layers = layers_of(layer_modules(precision, cuda=on_gpu), precision)
+    config = transformer_config(shape, model, parallel, precision, layers, on_gpu=on_gpu)
     virtual = parallel.virtual_pipeline > 1
     chunks = []
     for chunk in range(parallel.virtual_pipeline):
         stage = chunk if virtual else None
-        layers = get_num_layers_to_build(config, vp_stage=stage)
+        count = get_num_layers_to_build(config, vp_stage=stage)
         chunks.append(
             PolicyModel(
                 config=config,
                 transformer_layer_spec=TransformerBlockSubmodules(
-                    layer_specs=[_layer_spec(config)] * layers, layer_norm=RMSNorm
+                    layer_specs=[layers.spec(config)] * count, layer_norm=layers.norm
                 ),
                 vocab_size=padded_vocabulary(shape.vocabulary, model.vocab_padding, parallel.tensor),
                 max_sequence_length=shape.max_positions,
@@ -248,7 +240,7 @@ def build_model_chunks(
         )
         if shape.rope.frequencies is not None:
             rotary: Any = chunks[-1].rotary_pos_emb
-            rotary.inv_freq = torch.tensor(shape.rope.frequencies, dtype=torch.float32)
+            rotary.inv_freq = torch.tensor(shape.rope.frequencies, dtype=torch.float32, device=rotary.inv_freq.device)
     return config, chunks
 
 

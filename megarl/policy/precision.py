@@ -43,13 +43,13 @@ class Machine:
     cuda: bool
     nccl: bool
     transformer_engine: bool
+    apex: bool
 
     @classmethod
     def here(cls) -> Machine:
-        """What this process finds; Transformer Engine counts where a GPU can run it."""
-        cuda = torch.cuda.is_available()
-        engine = cuda and importlib.util.find_spec("transformer_engine") is not None
-        return cls(cuda, dist.is_nccl_available(), engine)
+        """What this process finds."""
+        engine, apex = (importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
+        return cls(torch.cuda.is_available(), dist.is_nccl_available(), engine, apex)
 
     def lacks_for_transformer_engine(self) -> str:
         """What is missing, in words; empty when nothing is."""
@@ -65,12 +65,20 @@ def layer_modules(precision: PrecisionConfig, *, cuda: bool) -> LayerModules:
     return "transformer_engine" if cuda else "local"
 
 
-def check_precision(precision: PrecisionConfig, parallel: ParallelConfig, machine: Machine | None = None) -> None:
+def check_precision(
+    precision: PrecisionConfig, parallel: ParallelConfig, *, trains: bool = True, machine: Machine | None = None
+) -> None:
     """Nothing, or a UserError that names the key for which this machine, or the given one, lacks a part."""
     machine = machine or Machine.here()
     lacking = machine.lacks_for_transformer_engine()
     if machine.cuda and not machine.nccl:
         raise UserError("this torch has no NCCL, over which the ranks of a job on GPUs speak: install a build with it")
+    if machine.cuda and trains and not (machine.transformer_engine or machine.apex):
+        # Megatron would take torch's AdamW, whose state its distributed optimizer restores wrongly.
+        raise UserError(
+            "training on GPUs needs a fused Adam, which comes with transformer_engine (pip install 'megarl[cuda]') or "
+            "apex; neither is installed"
+        )
     if layer_modules(precision, cuda=machine.cuda) == "transformer_engine":
         if lacking:
             instead = "; slower, without it: precision.layers=local" if machine.cuda else "; allowed here: auto, local"

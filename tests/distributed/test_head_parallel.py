@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.policy import head
 from megarl.policy.head import linear_logprob_entropy, vocab_parallel_logprob_entropy
 from tests.distributed.spawn import run_ranks
+from tests.triton_interpreter import DEVICE, INSTALLED, import_kernels, interpreted
 
 pytestmark = pytest.mark.distributed
 
@@ -20,20 +22,23 @@ TOKENS, WIDTH, PADDED = 29, 6, 64
 VOCABULARY = 31  # of 4 ranks with 16 columns each, the last two hold padding only or nearly so
 
 
-def inputs() -> dict[str, torch.Tensor]:
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
+    given = {
         "hidden": torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=generator),
         "weight": torch.randn(PADDED, WIDTH, dtype=torch.float64, generator=generator),
         "targets": torch.randint(0, VOCABULARY, (TOKENS,), generator=generator),
         "temperature": torch.rand(TOKENS, dtype=torch.float64, generator=generator) + 0.5,
         "mixture": torch.randn(2, TOKENS, dtype=torch.float64, generator=generator),
     }
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
 
 
-def both_forms(group: dist.ProcessGroup | None, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def both_forms(
+    group: dist.ProcessGroup | None, rank: int, ranks: int, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     """Values of both forms on this rank's columns, and the gradients of a mixture of both outputs."""
-    given = inputs()
+    given = inputs(dtype)
     columns = slice(rank * PADDED // ranks, (rank + 1) * PADDED // ranks)
     common = {"temperature": given["temperature"], "entropy_temperature": 1.0, "vocab_size": VOCABULARY, "group": group}
     logits = (given["hidden"] @ given["weight"][columns].T).requires_grad_()
@@ -70,6 +75,29 @@ def test_tensor_parallel_ranks_equal_one_rank(ranks: int) -> None:
     for name, dim in (("logits_gradient", 1), ("weight_gradient", 0)):
         together = torch.cat([result[name] for result in results], dim=dim)
         torch.testing.assert_close(together, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def with_kernels(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    kernels = import_kernels()
+    head._kernels = lambda like: kernels
+    with interpreted():
+        return both_forms(dist.group.WORLD, rank, ranks, torch.float32)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.skipif(DEVICE != "cpu", reason="the ranks interpret the kernels on a CPU")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_kernels_on_several_ranks_equal_the_torch_code_on_one(ranks: int) -> None:
+    expected = both_forms(None, 0, 1)
+    results = run_ranks(with_kernels, ranks)
+    for result in results:
+        for name in ("logprob", "entropy", "linear_logprob", "linear_entropy", "hidden_gradient"):
+            torch.testing.assert_close(result[name].double(), expected[name], rtol=2e-6, atol=1e-5, msg=name)
+            assert torch.equal(result[name], results[0][name]), f"{name} differs between ranks"
+    for name, dim in (("logits_gradient", 1), ("weight_gradient", 0)):
+        together = torch.cat([result[name] for result in results], dim=dim)
+        torch.testing.assert_close(together.double(), expected[name], rtol=2e-6, atol=1e-5, msg=name)
+        assert not together.narrow(dim, VOCABULARY, PADDED - VOCABULARY).any(), "padding has a gradient"
 
 
 def edge_cases(rank: int, ranks: int) -> dict[str, torch.Tensor]:

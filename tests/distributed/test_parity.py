@@ -141,7 +141,7 @@ def response_logits(policy: Any, samples: Any) -> torch.Tensor | None:
 
     with torch.no_grad():
         policy._run(batches, keep, forward_only=True)
-    if not policy.layout.is_last_stage or policy.layout.data_size > 1:
+    if not policy.layout.is_last_stage or policy.layout.data_size > 1 or policy.layout.context_size > 1:
         return None
     logits = torch.zeros(total, policy.shape.vocabulary)
     for token_ids, values in found:

@@ -31,6 +31,12 @@ OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), Sharding.VOCABUL
 
 _QKV = tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv")
 
+# Transformer Engine's layers keep these norms inside the matrix that follows them.
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
 # What all decoder families here share: RMSNorm before attention and before a gated MLP, no biases.
 DECODER_LAYER = (
     WeightRule("input_layernorm.weight", ("model.layers.{layer}.input_layernorm.weight",), Sharding.REPLICATED),
