@@ -23,10 +23,14 @@ OPTIONAL = (
     (
         "transformer-engine",
         "transformer_engine",
-        "GPUs: no packed sequences, context parallelism or FP8; with apex precision.layers=local trains, slower; with "
-        "neither no training on GPUs (pip install 'megarl[cuda]')",
+        "GPUs: no packed sequences, context parallelism or FP8; with apex precision.layers=local trains, slower; "
+        "with neither no training on GPUs (pip install 'megarl[cuda]')",
     ),
-    ("apex", "apex", "nothing where Transformer Engine is there; with neither there is no fused Adam, so no training on GPUs"),
+    (
+        "apex",
+        "apex",
+        "nothing where Transformer Engine is there; with neither there is no fused Adam, so no training on GPUs",
+    ),
     ("aiohttp", "aiohttp", "rollout.engine=sglang does not work (pip install 'megarl[sglang]')"),
     ("altair", "altair", "megarl report does not work (pip install 'megarl[report]')"),
     ("pyseccomp", "pyseccomp", "programs cannot be judged in the sandbox (pip install 'megarl[code]')"),

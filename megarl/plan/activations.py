@@ -14,13 +14,11 @@ tests/unit/test_plan_activations.py; Transformer Engine's need a GPU and were no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megarl.config import RunConfig
 from megarl.policy.model import ModelShape, padded_vocabulary
 from megarl.policy.parallel import ParallelConfig
-
-Modules = Literal["local", "transformer_engine"]
+from megarl.policy.precision import LayerModules, layer_modules
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Kept:
     mlp: int  # x feed-forward size
 
 
-KEPT: dict[Modules, Kept] = {"local": Kept(norms=6, mlp=5), "transformer_engine": Kept(norms=4, mlp=3)}
+KEPT: dict[LayerModules, Kept] = {"local": Kept(norms=6, mlp=5), "transformer_engine": Kept(norms=4, mlp=3)}
 LARGEST_CHUNK = 1 << 25  # elements of logits that the head works on at once on a GPU (policy/head.py)
 SCRATCH = 3  # fp32 buffers of that size
 
@@ -53,7 +51,7 @@ class Activations:
 
 
 def layer_bytes(
-    shape: ModelShape, parallel: ParallelConfig, *, sequences: int, length: int, item: int, modules: Modules
+    shape: ModelShape, parallel: ParallelConfig, *, sequences: int, length: int, item: int, modules: LayerModules
 ) -> int:
     """Bytes that one layer keeps of a micro-batch of `sequences` x `length` tokens on this rank."""
     tokens, tensor = sequences * length, parallel.tensor
@@ -79,7 +77,9 @@ def _rotation_tables(shape: ModelShape, tensor: int, sequences: int, length: int
     return total
 
 
-def final_norm_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int, item: int, modules: Modules) -> int:
+def final_norm_bytes(
+    shape: ModelShape, parallel: ParallelConfig, *, tokens: int, item: int, modules: LayerModules
+) -> int:
     """Bytes that the norm after the last layer keeps of one micro-batch."""
     spread = parallel.tensor if parallel.sequence else 1
     return round(tokens * ((KEPT[modules].norms // 2 - 1) * shape.hidden * item + 4) / spread)
@@ -94,7 +94,7 @@ def kept_bytes(
     sequences: int,
     length: int,
     item: int,
-    modules: Modules,
+    modules: LayerModules,
 ) -> int:
     """Bytes that `layers` layers keep of one micro-batch until its backward."""
     if recompute:
@@ -128,13 +128,12 @@ def head_bytes(
     return hidden + logits + SCRATCH * 4 * min(LARGEST_CHUNK, tokens * columns)
 
 
-def activations_of(
-    config: RunConfig, shape: ModelShape, pipeline_rank: int, item: int, modules: Modules = "transformer_engine"
-) -> Activations:
+def activations_of(config: RunConfig, shape: ModelShape, pipeline_rank: int, item: int) -> Activations:
     """The `Activations` of a rank of this stage, all tokens of its largest micro-batch being response tokens."""
     parallel, recompute = config.parallel, config.model.recompute == "full"
+    modules = layer_modules(config.precision, cuda=True)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
-    tokens = -(-max(config.policy.micro_batch_tokens, longest) // parallel.context)
+    tokens = max(config.policy.micro_batch_tokens, -(-longest // parallel.context))
     layers = shape.layers // parallel.pipeline
     of_layer = layer_bytes(shape, parallel, sequences=1, length=tokens, item=item, modules=modules)
     kept = kept_bytes(

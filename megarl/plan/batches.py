@@ -27,7 +27,7 @@ class Batches:
     longest: int  # tokens of a sequence at most
     mean_prompt: int  # tokens, assumed
     mean_response: int  # tokens, assumed
-    micro_batch: int  # tokens at most
+    micro_batch: int  # tokens at most, over the context-parallel ranks that share it
     micro_batches_longest: int  # of a rank in an update, were all sequences as long as allowed
     micro_batches_mean: int  # of a rank in an update, were all of the mean length
     score_passes: float  # forward passes over all tokens, besides those of updates
@@ -62,7 +62,8 @@ def batches_of(config: RunConfig, shape: ModelShape, data: int, mean_response: i
         )
     per_rank = -(-most * samples // data)
     mean_prompt = min(config.data.max_prompt_length, MEAN_PROMPT)
-    budget = config.policy.micro_batch_tokens
+    # Of a rank: context-parallel ranks share a row of as many times more.
+    budget = config.policy.micro_batch_tokens * config.parallel.context
     chooses = config.objective.loss != "ppo" and config.objective.covariance_scope == "minibatch"
     return Batches(
         prompts=loop.prompts_per_step,

@@ -13,6 +13,9 @@ from megarl.plan.serving import Serving, rollout_gpus_per_node, serving_of
 from megarl.plan.speed import StepTime, step_time
 from megarl.policy.model import ModelShape
 from megarl.policy.parallel import check_layout
+from megarl.policy.precision import Machine, check_precision
+
+FULL = Machine(cuda=True, nccl=True, transformer_engine=True, apex=True)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def data_size(config: RunConfig, shape: ModelShape, training_gpus: int, gpus_per
     """The data-parallel size. Raises UserError: the layout does not fit GPUs or model, or cuts layers over nodes."""
     parallel = config.parallel
     check_layout(parallel, training_gpus, shape)
+    check_precision(config.precision, parallel, machine=FULL)
     if parallel.tensor > gpus_per_node:
         raise UserError(
             f"parallel.tensor = {parallel.tensor} spreads each layer over nodes of {gpus_per_node} GPUs: the network "

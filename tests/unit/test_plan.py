@@ -119,6 +119,7 @@ def test_a_step_is_bound_by_what_takes_longest() -> None:
     ("path", "gpus", "overrides", "message"),
     [
         (SMALL, 8, ["parallel.tensor=8"], "parallel.tensor = 8 does not divide the model's 28 attention heads"),
+        (SMALL, 8, ["precision.layers=local", "parallel.context=2"], "parallel.context = 2 needs Transformer Engine"),
         (SMALL, 6, [], "does not divide the world size 6"),
         (SMALL, 8, ["parallel.pipeline=3"], "does not divide"),
         (SMALL, 8, ["parallel.tensor=1", "parallel.sequence=false"], "GB a GPU"),
