@@ -60,6 +60,7 @@ def train(session: Session, stop: StopRequest) -> None:
                 with clock("update"):
                     rollouts.engine.rest()
                     metrics |= learn(session, rollout.samples, step)
+                    session.policy.give_back_memory()  # to servers on the same GPUs, which take theirs again
             state = session.state_before(step + 1, law_points)
             metrics |= rollouts.metrics() | clock.metrics()
             session.record(step, metrics, rollout.samples)

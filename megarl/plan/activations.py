@@ -40,14 +40,21 @@ class Activations:
 
     tokens: int  # of one micro-batch on this rank, padding included
     kept_layers: int  # of all layers and micro-batches in flight, for backward
-    one_layer: int  # recomputed at the moment: 0 without recompute
+    one_layer: int  # all that a layer computes; recomputed at the moment, or computed without gradients
+    recompute: bool
     head: int  # hidden states, logits and scratch of the last stage
     gradients: int  # of activations and of one weight, in flight in backward
 
     @property
     def peak(self) -> int:
-        """The head and a layer's backward do not happen at once."""
-        return self.kept_layers + max(self.head, self.one_layer + self.gradients)
+        """In an update: the head and a layer's backward do not happen at once."""
+        again = self.one_layer if self.recompute else 0
+        return self.kept_layers + max(self.head, again + self.gradients)
+
+    @property
+    def forward(self) -> int:
+        """Without gradients: one layer or the head at a time."""
+        return max(self.head, self.one_layer)
 
 
 def layer_bytes(
@@ -149,7 +156,8 @@ def activations_of(config: RunConfig, shape: ModelShape, pipeline_rank: int, ite
     return Activations(
         tokens=tokens,
         kept_layers=round(kept * micro_batches_in_flight(parallel, pipeline_rank)),
-        one_layer=of_layer if recompute else 0,
+        one_layer=of_layer,
+        recompute=recompute,
         head=head + final_norm_bytes(shape, parallel, tokens=tokens, item=item, modules=modules) if last else 0,
         # Two gradients of the widest activation, and the largest weight's own before it is added to the fp32 sum.
         gradients=2 * tokens * widest * item + columns * shape.hidden * item,

@@ -40,7 +40,7 @@ class Placement:
 
     name: str  # colocated, separate or none
     serving: Serving | None
-    generating: int  # on the fullest training GPU while responses are generated
+    generating: int  # on the fullest training GPU while responses are generated, and scored by the policy
     updating: int  # on the fullest training GPU in an update
     server: int  # on a GPU that only serves
 
@@ -109,12 +109,13 @@ def _placement(
 ) -> Placement:  # fmt: skip
     """The memory of training and servers. Raises UserError where the servers do not fit."""
     assumed = cluster.assumptions
-    resting = max(stage.resting for stage in training) + assumed.overhead
+    # The policy scores what was generated, and evaluations follow, before servers give their memory back.
+    scoring = max(stage.scoring for stage in training) + assumed.overhead
     updating = max(stage.peak for stage in training) + assumed.overhead
-    if min(resting, updating) > cluster.gpu.memory:
-        raise UserError(_too_large(Placement("none", None, resting, updating, 0), cluster.gpu, training))
+    if min(scoring, updating) > cluster.gpu.memory:
+        raise UserError(_too_large(Placement("none", None, scoring, updating, 0), cluster.gpu, training))
     if name == "none":
-        return Placement(name, None, resting, updating, 0)
+        return Placement(name, None, scoring, updating, 0)
     shares = name == "colocated"
     # Moments are made in the first update, after the servers measured what is free.
     at_start = max(stage.resting - stage.states.moments for stage in training) + assumed.overhead
@@ -125,14 +126,14 @@ def _placement(
         mean=batches.mean, longest=batches.longest, assumptions=assumed,
     )  # fmt: skip
     if shares:  # a server at rest has given back weights and cache
-        return Placement(name, serving, resting + serving.total, updating + assumed.server_overhead, 0)
-    return Placement(name, serving, resting, updating, serving.total)
+        return Placement(name, serving, scoring + serving.total, updating + assumed.server_overhead, 0)
+    return Placement(name, serving, scoring, updating, serving.total)
 
 
 def _too_large(placement: Placement, gpu: Gpu, training: list[TrainingMemory]) -> str:
     """Why a placement does not fit, with its largest parts."""
     when, needed = max(
-        ("while responses are generated", placement.generating),
+        ("while responses are generated and scored", placement.generating),
         ("in an update", placement.updating),
         ("of a server", placement.server),
         key=lambda entry: entry[1],
@@ -142,7 +143,7 @@ def _too_large(placement: Placement, gpu: Gpu, training: list[TrainingMemory]) -
         "weights": fullest.states.weights,
         "gradients": fullest.states.gradients,
         "optimizer": fullest.states.optimizer,
-        "activations": fullest.activations.peak if when == "in an update" else 0,
+        "activations": fullest.activations.peak if when == "in an update" else fullest.activations.forward,
         "server": placement.serving.total if placement.serving and when != "in an update" else 0,
     }
     told = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)

@@ -46,6 +46,11 @@ class TrainingMemory:
         return self.states.total + self.reference
 
     @property
+    def scoring(self) -> int:
+        """Bytes in a forward pass without gradients."""
+        return self.resting + self.activations.forward
+
+    @property
     def peak(self) -> int:
         """Bytes in the middle of an update."""
         return self.resting + self.activations.peak

@@ -142,7 +142,7 @@ def _states_table(training: list[TrainingMemory]) -> Table:
             states.weights + stage.reference,
             states.gradients,
             states.optimizer,
-            activations.kept_layers + activations.one_layer + activations.gradients,
+            activations.kept_layers + activations.recompute * activations.one_layer + activations.gradients,
             activations.head,
             stage.peak,
         )
@@ -159,7 +159,7 @@ def _print_placement(console: Console, cluster: Cluster, placement: Placement | 
     name = "no server of this run" if serving is None else f"servers {placement.name}"
     console.print(
         f"{'' if asked_for else 'or '}{name}: a training GPU holds {placement.generating / 1e9:.1f} GB while responses "
-        f"are generated, {placement.updating / 1e9:.1f} GB in an update"
+        f"are generated and scored, {placement.updating / 1e9:.1f} GB in an update"
         + (f", a serving GPU {placement.server / 1e9:.1f} GB" if placement.server else "")
         + f"; {left:.1f} of {cluster.gpu.memory / 1e9:.0f} GB are left",
         style="bold" if asked_for else "",

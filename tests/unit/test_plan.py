@@ -88,8 +88,8 @@ def test_servers_by_hand() -> None:
     assert cache_bytes_per_token(shape, 4, 2) == 2 * 64 * 2 * 128 * 2  # two of eight key-value heads on each GPU
     assert cache_bytes_per_token(shape, 16, 2) == 2 * 64 * 1 * 128 * 2  # more GPUs than heads copy them
     serving = planned(LARGE, 32).chosen.serving
-    assert serving is not None and serving.servers == 8 and serving.share == 0.7
-    assert serving.cache == int(0.7 * serving.free_at_start) - serving.weights
+    assert serving is not None and serving.servers == 8 and serving.share == 0.65
+    assert serving.cache == int(0.65 * serving.free_at_start) - serving.weights
     assert serving.cache_tokens == serving.cache // serving.bytes_per_token
     assert memory_share(["--mem-fraction-static=0.5"]) == 0.5 and memory_share(["--x"]) == 0.85
     with pytest.raises(UserError, match="must be between 0 and 1"):
@@ -148,7 +148,7 @@ def test_separate_servers_have_gpus_of_their_own() -> None:
     assert plan.training_gpus == 4 and plan.data == 1
     assert plan.chosen.name == "separate" and plan.chosen.serving is not None
     assert plan.chosen.serving.servers == 2 and plan.chosen.server == plan.chosen.serving.total
-    assert plan.chosen.generating == max(stage.resting for stage in plan.training) + Assumptions().overhead
+    assert plan.chosen.generating == max(stage.scoring for stage in plan.training) + Assumptions().overhead
 
 
 def test_proposals_fit_and_the_best_comes_first() -> None:
