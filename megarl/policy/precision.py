@@ -32,7 +32,7 @@ class PrecisionConfig(BaseModel):
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
         description="Layer modules: Transformer Engine's, or megarl's and Megatron's own in plain torch; `auto` takes "
-        "the first on a GPU and the second on a CPU.",
+        "the first on a GPU, where they need `dtype: bfloat16`, and the second on a CPU.",
     )
 
 
@@ -83,6 +83,11 @@ def check_precision(
         if lacking:
             instead = "; slower, without it: precision.layers=local" if machine.cuda else "; allowed here: auto, local"
             raise UserError(f"precision.layers = {precision.layers} needs Transformer Engine: {lacking}{instead}")
+        if precision.dtype != "bfloat16":
+            raise UserError(
+                f"precision.dtype = {precision.dtype}: Transformer Engine's attention over packed sequences takes "
+                "bfloat16; in float32, more slowly: precision.layers=local"
+            )
     else:
         for key, value, wanted in (
             ("precision.fp8", precision.fp8, precision.fp8 != "none"),
@@ -90,5 +95,3 @@ def check_precision(
         ):
             if wanted:
                 raise UserError(f"{key} = {value} needs Transformer Engine: {lacking or 'precision.layers is local'}")
-    if precision.fp8 != "none" and precision.dtype != "bfloat16":
-        raise UserError(f"precision.fp8 = {precision.fp8} needs precision.dtype = bfloat16, not {precision.dtype}")

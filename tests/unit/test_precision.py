@@ -36,7 +36,7 @@ def test_the_device_chooses_unless_the_config_does(layers: Any, cuda: bool, expe
         (CPU, {"dtype": "bfloat16", "layers": "local"}, 1),
         (APEX_GPU, {"layers": "local"}, 1),
         (FULL_GPU, {"dtype": "bfloat16", "fp8": "hybrid"}, 1),
-        (FULL_GPU, {}, 4),
+        (FULL_GPU, {"dtype": "bfloat16"}, 4),
     ],
 )
 def test_what_the_machine_has_parts_for_is_accepted(machine: Machine, precision: Any, context: int) -> None:
@@ -54,7 +54,8 @@ def test_what_the_machine_has_parts_for_is_accepted(machine: Machine, precision:
         (APEX_GPU, {}, 1, "transformer_engine is not installed (pip install 'megarl[cuda]'); slower"),
         (APEX_GPU, {"layers": "local"}, 2, "parallel.context = 2 needs Transformer Engine: transformer_engine is not"),
         (FULL_GPU, {"layers": "local", "fp8": "hybrid"}, 1, "precision.fp8 = hybrid needs Transformer Engine: prec"),
-        (FULL_GPU, {"fp8": "hybrid"}, 1, "needs precision.dtype = bfloat16, not float32"),
+        (FULL_GPU, {"fp8": "hybrid"}, 1, "precision.dtype = float32: Transformer Engine's attention"),
+        (FULL_GPU, {}, 1, "takes bfloat16; in float32, more slowly: precision.layers=local"),
         (Machine(cuda=True, nccl=False, transformer_engine=True, apex=True), {}, 1, "NCCL"),
     ],
 )
