@@ -73,7 +73,9 @@ def chunk_parameters(
 def _layer(shape: ModelShape, tensor: int) -> list[Parameter]:
     """One layer's parameters in the order in which Megatron's modules register them."""
     sizes = expected_tensors(shape)
-    found = {rule.megatron: Parameter(rule.megatron, _elements(rule, sizes, tensor)) for rule in shape.family.layer_rules}
+    found = {
+        rule.megatron: Parameter(rule.megatron, _elements(rule, sizes, tensor)) for rule in shape.family.layer_rules
+    }
     return [found[name] for name in LAYER_ORDER if name in found]
 
 
