@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.plan.activations import final_norm_bytes, kept_bytes, layer_bytes
+from megarl.policy.mcore import parallel_state
 from megarl.policy.model import ModelConfig, build_model_chunks, read_model_shape
 from megarl.policy.parallel import ParallelConfig, initialize, shutdown
 from megarl.policy.precision import PrecisionConfig
@@ -17,6 +18,7 @@ from tests.tiny_models import write_tiny_model
 
 SHAPES = ((1, 1024), (8, 256))  # sequences x tokens: one long one, several shorter ones
 TOLERANCE = 0.15
+RECOMPUTE = ("none", "full")
 
 
 def saved_bytes(folder: str, parallel: dict[str, Any], recompute: str) -> list[tuple[int, int, int, int]]:
@@ -51,12 +53,12 @@ def saved_bytes(folder: str, parallel: dict[str, Any], recompute: str) -> list[t
         planned = kept_bytes(shape, config, recompute=recompute == "full", layers=shape.layers, **common)
         planned += final_norm_bytes(shape, config, tokens=sequences * length, item=4, modules="local")
         results.append((forward, planned, again, layer_bytes(shape, config, **common)))
-    shutdown()
+    parallel_state.destroy_model_parallel()
     return results
 
 
-def rank_bytes(rank: int, world: int, folder: str, parallel: dict[str, Any], recompute: str) -> Any:
-    return saved_bytes(folder, parallel, recompute)
+def in_layouts(rank: int, world: int, folder: str, cases: list[tuple[dict[str, Any], str]]) -> list[Any]:
+    return [saved_bytes(folder, parallel, recompute) for parallel, recompute in cases]
 
 
 def model(folder: Path, family: str = "qwen2") -> str:
@@ -73,15 +75,17 @@ def check(results: list[tuple[int, int, int, int]], recompute: str) -> None:
             assert again == 0
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_one_rank_keeps_what_is_planned(tmp_path: Path, family: str, recompute: str) -> None:
-    check(saved_bytes(model(tmp_path / "model", family), {}, recompute), recompute)
+    try:
+        check(saved_bytes(model(tmp_path / "model", family), {}, recompute), recompute)
+    finally:
+        shutdown()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_ranks_keep_their_share(tmp_path: Path, sequence: bool, recompute: str) -> None:
-    parallel = {"tensor": 2, "sequence": sequence}
-    for results in run_ranks(rank_bytes, 2, model(tmp_path / "model"), parallel, recompute):
-        check(results, recompute)
+def test_tensor_ranks_keep_their_share(tmp_path: Path) -> None:
+    cases = [({"tensor": 2, "sequence": sequence}, recompute) for sequence in (False, True) for recompute in RECOMPUTE]
+    for of_rank in run_ranks(in_layouts, 2, model(tmp_path / "model"), cases):
+        for (_, recompute), results in zip(cases, of_rank, strict=True):
+            check(results, recompute)
