@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 import megarl
+from megarl.doctor.command import add_doctor_command
 from megarl.errors import exits_cleanly_on_user_error
 from megarl.law.commands import add_law_commands
+from megarl.plan.command import add_plan_command
 from megarl.report.page import add_report_command
 
 
@@ -18,6 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_law_commands(commands)
     add_report_command(commands)
+    add_plan_command(commands)
+    add_doctor_command(commands)
     return parser
 
 

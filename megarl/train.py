@@ -2,7 +2,8 @@
 
 Each step: hand the weights over -> roll out -> reward -> filter -> measure entropy -> advantages -> updates. The step
 after the last update measures the final policy and trains nothing. A run folder that holds a run goes on from its
-newest checkpoint; SIGTERM and SIGUSR1 save and end the run.
+newest checkpoint; SIGTERM and SIGUSR1 save and end the run. `--dry-run --world-size N` looks at the job in one process
+instead (dry_run.py).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def train(session: Session, stop: StopRequest) -> None:
                 with clock("update"):
                     rollouts.engine.rest()
                     metrics |= learn(session, rollout.samples, step)
+                    session.policy.give_back_memory()  # to servers on the same GPUs, which take theirs again
             state = session.state_before(step + 1, law_points)
             metrics |= rollouts.metrics() | clock.metrics()
             session.record(step, metrics, rollout.samples)
@@ -77,7 +79,13 @@ def train(session: Session, stop: StopRequest) -> None:
 @exits_cleanly_on_user_error
 def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
-    path, overrides = one_config_argument("megarl.train", arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--dry-run" in given:
+        from megarl import dry_run
+
+        dry_run.main(given)
+        return
+    path, overrides = one_config_argument("megarl.train", given)
     with StopRequest() as stop:
         session = Session.start(load_config(path, overrides, RunConfig))
         try:

@@ -31,6 +31,8 @@ lint() {
     ruff format --check .
     mypy
     python tools/write_config_reference.py --check
+    shellcheck .ci/run tests/*.sh tools/*.sh examples/*.sh examples/*/*.sh examples/slurm/*.sbatch
+    hadolint --config docker/hadolint.yaml docker/Dockerfile docker/Dockerfile.cpu
     finish lint "$started"
 }
 

@@ -50,7 +50,7 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     install "$torch"
 fi
 say "installing megarl[$extras]"
-install --constraint "$root/tools/tested_versions.txt" --editable "$root[$extras]"
+install --constraint "$root/tools/tested_versions.txt" --editable "${root}[$extras]"
 echo "$wanted" > "$stamp"
 say "done in $((SECONDS - began)) s"
 echo "$venv"

@@ -5,7 +5,8 @@ tensor ranks, and s = 1/t under sequence parallelism, else 1 (numbers: `KEPT`):
     norms      n h s        each of the two keeps its input and its output, which the next matrix product needs; plain
                             torch keeps the normalised input before the weight too
     attention  (q + 2k) / t the fused projection;  (q + k) / t queries and keys after rotation;  q / t the mixture
-    MLP        m f / t      gate and up (2 f), the activated gate, up with Megatron's offset of 0 added, the product
+    MLP        m f / t      gate and up (2 f) and the product; unfused, the activated gate and up with Megatron's offset
+                            of 0 added too
 plus fp32 scalars per row. The plain modules are counted against torch's saved tensors by
 tests/unit/test_plan_activations.py; Transformer Engine's need a GPU and were not counted here.
 """
@@ -13,13 +14,11 @@ tests/unit/test_plan_activations.py; Transformer Engine's need a GPU and were no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megarl.config import RunConfig
 from megarl.policy.model import ModelShape, padded_vocabulary
 from megarl.policy.parallel import ParallelConfig
-
-Modules = Literal["local", "transformer_engine"]
+from megarl.policy.precision import LayerModules, layer_modules
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Kept:
     mlp: int  # x feed-forward size
 
 
-KEPT: dict[Modules, Kept] = {"local": Kept(norms=6, mlp=5), "transformer_engine": Kept(norms=4, mlp=5)}
+KEPT: dict[LayerModules, Kept] = {"local": Kept(norms=6, mlp=5), "transformer_engine": Kept(norms=4, mlp=3)}
 LARGEST_CHUNK = 1 << 25  # elements of logits that the head works on at once on a GPU (policy/head.py)
 SCRATCH = 3  # fp32 buffers of that size
 
@@ -41,18 +40,25 @@ class Activations:
 
     tokens: int  # of one micro-batch on this rank, padding included
     kept_layers: int  # of all layers and micro-batches in flight, for backward
-    one_layer: int  # recomputed at the moment: 0 without recompute
+    one_layer: int  # all that a layer computes; recomputed at the moment, or computed without gradients
+    recompute: bool
     head: int  # hidden states, logits and scratch of the last stage
     gradients: int  # of activations and of one weight, in flight in backward
 
     @property
     def peak(self) -> int:
-        """The head and a layer's backward do not happen at once."""
-        return self.kept_layers + max(self.head, self.one_layer + self.gradients)
+        """In an update: the head and a layer's backward do not happen at once."""
+        again = self.one_layer if self.recompute else 0
+        return self.kept_layers + max(self.head, again + self.gradients)
+
+    @property
+    def forward(self) -> int:
+        """Without gradients: one layer or the head at a time."""
+        return max(self.head, self.one_layer)
 
 
 def layer_bytes(
-    shape: ModelShape, parallel: ParallelConfig, *, sequences: int, length: int, item: int, modules: Modules
+    shape: ModelShape, parallel: ParallelConfig, *, sequences: int, length: int, item: int, modules: LayerModules
 ) -> int:
     """Bytes that one layer keeps of a micro-batch of `sequences` x `length` tokens on this rank."""
     tokens, tensor = sequences * length, parallel.tensor
@@ -78,7 +84,9 @@ def _rotation_tables(shape: ModelShape, tensor: int, sequences: int, length: int
     return total
 
 
-def final_norm_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int, item: int, modules: Modules) -> int:
+def final_norm_bytes(
+    shape: ModelShape, parallel: ParallelConfig, *, tokens: int, item: int, modules: LayerModules
+) -> int:
     """Bytes that the norm after the last layer keeps of one micro-batch."""
     spread = parallel.tensor if parallel.sequence else 1
     return round(tokens * ((KEPT[modules].norms // 2 - 1) * shape.hidden * item + 4) / spread)
@@ -93,7 +101,7 @@ def kept_bytes(
     sequences: int,
     length: int,
     item: int,
-    modules: Modules,
+    modules: LayerModules,
 ) -> int:
     """Bytes that `layers` layers keep of one micro-batch until its backward."""
     if recompute:
@@ -127,13 +135,12 @@ def head_bytes(
     return hidden + logits + SCRATCH * 4 * min(LARGEST_CHUNK, tokens * columns)
 
 
-def activations_of(
-    config: RunConfig, shape: ModelShape, pipeline_rank: int, item: int, modules: Modules = "transformer_engine"
-) -> Activations:
+def activations_of(config: RunConfig, shape: ModelShape, pipeline_rank: int, item: int) -> Activations:
     """The `Activations` of a rank of this stage, all tokens of its largest micro-batch being response tokens."""
     parallel, recompute = config.parallel, config.model.recompute == "full"
+    modules = layer_modules(config.precision, cuda=True)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
-    tokens = -(-max(config.policy.micro_batch_tokens, longest) // parallel.context)
+    tokens = max(config.policy.micro_batch_tokens, -(-longest // parallel.context))
     layers = shape.layers // parallel.pipeline
     of_layer = layer_bytes(shape, parallel, sequences=1, length=tokens, item=item, modules=modules)
     kept = kept_bytes(
@@ -149,7 +156,8 @@ def activations_of(
     return Activations(
         tokens=tokens,
         kept_layers=round(kept * micro_batches_in_flight(parallel, pipeline_rank)),
-        one_layer=of_layer if recompute else 0,
+        one_layer=of_layer,
+        recompute=recompute,
         head=head + final_norm_bytes(shape, parallel, tokens=tokens, item=item, modules=modules) if last else 0,
         # Two gradients of the widest activation, and the largest weight's own before it is added to the fp32 sum.
         gradients=2 * tokens * widest * item + columns * shape.hidden * item,

@@ -27,8 +27,12 @@ GPUS = {
     for gpu in (
         Gpu("h100-80gb", 80 * GB, 989e12, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM data sheet; DGX H100: 400 Gb/s a GPU"),
         Gpu("h200-141gb", 141 * GB, 989e12, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM data sheet; 400 Gb/s a GPU"),
-        Gpu("a100-80gb", 80 * GB, 312e12, 2.039e12, 300e9, 25e9, "NVIDIA A100 SXM data sheet; DGX A100: 200 Gb/s a GPU"),
-        Gpu("a100-40gb", 40 * GB, 312e12, 1.555e12, 300e9, 25e9, "NVIDIA A100 SXM data sheet; DGX A100: 200 Gb/s a GPU"),
+        Gpu(
+            "a100-80gb", 80 * GB, 312e12, 2.039e12, 300e9, 25e9, "NVIDIA A100 SXM data sheet; DGX A100: 200 Gb/s a GPU"
+        ),
+        Gpu(
+            "a100-40gb", 40 * GB, 312e12, 1.555e12, 300e9, 25e9, "NVIDIA A100 SXM data sheet; DGX A100: 200 Gb/s a GPU"
+        ),
     )
 }
 

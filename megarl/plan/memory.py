@@ -46,6 +46,11 @@ class TrainingMemory:
         return self.states.total + self.reference
 
     @property
+    def scoring(self) -> int:
+        """Bytes in a forward pass without gradients."""
+        return self.resting + self.activations.forward
+
+    @property
     def peak(self) -> int:
         """Bytes in the middle of an update."""
         return self.resting + self.activations.peak
@@ -56,22 +61,23 @@ def item_size(config: RunConfig) -> int:
     return {"float32": 4, "bfloat16": 2}[config.precision.dtype]
 
 
-def states_of(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int, shard: int = 0) -> States:
+def states_of(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int, shard: int | None = None) -> States:
     """The `States` of a rank of this pipeline stage, which keeps shard `shard` of its optimizer's state.
 
-    `data` is the data-parallel size; context-parallel ranks hold the same weights, and share the optimizer too.
+    Without `shard`: of the rank whose shard is largest; shards differ by padding. `data` is the data-parallel size;
+    context-parallel ranks hold the same weights, and share the optimizer too.
     """
     size, replicas = item_size(config), data * config.parallel.context
     distributed = config.optimizer.distributed and replicas > 1
     chunks = chunk_parameters(shape, config.parallel, config.model.vocab_padding, pipeline_rank)
-    parameters = padded = updated = 0
-    for chunk in chunks:
-        buffer = buffer_of(chunk, replicas, distributed)
-        parameters += sum(parameter.elements for parameter in chunk)
-        padded += buffer.size
-        updated += buffer.shard(shard, replicas) if distributed else buffer.size
+    buffers = [buffer_of(chunk, replicas, distributed) for chunk in chunks]
+    padded = sum(buffer.size for buffer in buffers)
+    updated = padded
+    if distributed:
+        shards = range(replicas) if shard is None else (shard,)
+        updated = max(sum(buffer.shard(one, replicas) for buffer in buffers) for one in shards)
     return States(
-        parameters=parameters,
+        parameters=sum(parameter.elements for chunk in chunks for parameter in chunk),
         weights=padded * size,
         gradients=padded * GRADIENT,
         master_weights=updated * MASTER if size < MASTER else 0,
@@ -79,18 +85,11 @@ def states_of(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: in
     )
 
 
-def largest_states(config: RunConfig, shape: ModelShape, data: int, pipeline_rank: int) -> States:
-    """The `States` of the stage's rank whose optimizer shard is largest: shards differ by padding."""
-    replicas = data * config.parallel.context
-    every = (states_of(config, shape, data, pipeline_rank, shard) for shard in range(replicas))
-    return max(every, key=lambda states: states.total)
-
-
 def training_memory(config: RunConfig, shape: ModelShape, data: int) -> list[TrainingMemory]:
     """The memory of a rank of each pipeline stage, in their order."""
     stages = []
     for stage in range(config.parallel.pipeline):
-        states = largest_states(config, shape, data, stage)
+        states = states_of(config, shape, data, stage)
         has_reference = config.objective.reference_kl.coefficient > 0
         stages.append(
             TrainingMemory(

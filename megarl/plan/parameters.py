@@ -54,13 +54,14 @@ def chunk_parameters(
     layers = shape.layers // (stages * virtual)
     rows = padded_vocabulary(shape.vocabulary, vocab_padding, parallel.tensor) // parallel.tensor
     vocabulary = rows * shape.hidden
+    layer = _layer(shape, parallel.tensor)
     chunks = []
     for chunk in range(virtual):
         first = pipeline_rank == 0 and chunk == 0
         last = pipeline_rank == stages - 1 and chunk == virtual - 1
         twice = shape.tied and stages > 1
         own = [Parameter(EMBEDDING.megatron, vocabulary, own_bucket=twice)] if first else []
-        own += [part for _ in range(layers) for part in _layer(shape, parallel.tensor)]
+        own += layer * layers
         if last:
             own.append(Parameter(FINAL_NORM.megatron, shape.hidden))
             if not shape.tied or not first:
@@ -72,7 +73,9 @@ def chunk_parameters(
 def _layer(shape: ModelShape, tensor: int) -> list[Parameter]:
     """One layer's parameters in the order in which Megatron's modules register them."""
     sizes = expected_tensors(shape)
-    found = {rule.megatron: Parameter(rule.megatron, _elements(rule, sizes, tensor)) for rule in shape.family.layer_rules}
+    found = {
+        rule.megatron: Parameter(rule.megatron, _elements(rule, sizes, tensor)) for rule in shape.family.layer_rules
+    }
     return [found[name] for name in LAYER_ORDER if name in found]
 
 

@@ -225,6 +225,10 @@ class MegatronPolicy:
         optimizer.step_with_ready_grads()
         return grad_norm, False
 
+    def give_back_memory(self) -> None:
+        """Nothing; GPU memory that torch keeps for tensors to come, and that no tensor holds, is free again."""
+        torch.cuda.empty_cache()
+
     def hf_tensors(self, attribute: str = "data") -> NamedTensors:
         """(HF name, full tensor) of every weight, on every rank; to be consumed to its end by all ranks.
 
