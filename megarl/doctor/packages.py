@@ -79,9 +79,10 @@ def optional_findings() -> list[Finding]:
     """Packages without which something else works."""
     findings = []
     for package, module, cost in OPTIONAL:
-        there = importlib.util.find_spec(module) is not None
-        status = "ok" if there else "missing"
-        findings.append(Finding(package, status, version_of(package) if there else "", "" if there else cost))
+        if importlib.util.find_spec(module) is not None:
+            findings.append(Finding(package, "ok", version_of(package), ""))
+        else:
+            findings.append(Finding(package, "missing", "", cost))
     return findings
 
 

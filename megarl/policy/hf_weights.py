@@ -189,9 +189,7 @@ def _rows(source: TensorSource, name: str, rank: int, ranks: int) -> torch.Tenso
     return source.read(name, slice(rank * count, (rank + 1) * count))
 
 
-def _copy_rows(
-    target: torch.Tensor, source: TensorSource, name: str, start: int, stop: int, *columns: slice
-) -> None:
+def _copy_rows(target: torch.Tensor, source: TensorSource, name: str, start: int, stop: int, *columns: slice) -> None:
     """Nothing; the target's first rows are the stored tensor's start..stop-1, read in pieces of some MiB."""
     step = max(1, _PIECE // max(1, torch.Size(source.shape(name)[1:]).numel()))
     for row in range(start, stop, step):

@@ -12,7 +12,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.policy.families.table import EMBEDDING, Sharding
-from megarl.policy.hf_weights import all_parameters, assemble, expected_tensors, read_shard
+from megarl.policy.hf_weights import all_parameters, assemble, expected_tensors, fill_shard
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
 
@@ -55,8 +55,17 @@ class ShapesOnly:
     def read(self, name: str, *slices: slice) -> torch.Tensor:
         given = [*slices, *(slice(None) for _ in self._shapes[name][len(slices) :])]
         box = tuple(part.indices(size)[:2] for part, size in zip(given, self._shapes[name], strict=True))
-        self.boxes.append((name, box))
+        self._note(name, box)
         return torch.empty([end - start for start, end in box])
+
+    def _note(self, name: str, box: Box) -> None:
+        """Nothing; `boxes` has the box, joined to the last one where that ends at the row at which this one begins."""
+        if self.boxes and self.boxes[-1][0] == name:
+            (first, end), *others = self.boxes[-1][1]
+            if end == box[0][0] and tuple(others) == box[1:]:
+                self.boxes[-1] = (name, ((first, box[0][1]), *box[1:]))
+                return
+        self.boxes.append((name, box))
 
 
 def shards_of(chunks: list[PolicyModel], shape: ModelShape, layout: Layout, pipeline_rank: int) -> RankShards:
@@ -70,9 +79,11 @@ def shards_of(chunks: list[PolicyModel], shape: ModelShape, layout: Layout, pipe
         for parameter, rule, layer in all_parameters(chunk, shape):
             source = ShapesOnly(expected)
             names = [name.format(layer=layer) for name in rule.hf]
-            shard = read_shard(rule, names, source, shape, layout, parameter.shape[0])
-            if shard.shape != parameter.shape:
-                raise UserError(f"{names[0]} gives {tuple(shard.shape)}, its parameter has {tuple(parameter.shape)}")
+            shard = torch.empty(parameter.shape)
+            try:
+                fill_shard(shard, rule, names, source, shape, layout)
+            except RuntimeError as error:  # torch's word on two shapes that differ
+                raise UserError(f"{names[0]} does not fit its parameter {tuple(parameter.shape)}: {error}") from error
             back = assemble(rule, [shard] * layout.tensor_size, shape)
             for name, tensor in zip(names, back, strict=True):
                 if tuple(tensor.shape) != expected[name]:
