@@ -177,7 +177,7 @@ def _equal(truth: Any, answer: Any, tolerance: float) -> bool:
         for point in range(POINTS if names else 1):
             place = {name: _coordinate(name, point, sign) for name in names}
             values = _value(truth, place), _value(answer, place)
-            if sign < 0 and (None in values or _leaves_the_reals(truth, place) or _leaves_the_reals(answer, place)):
+            if sign < 0 and not _are_real(values, (truth, answer), place):
                 continue  # roots and logarithms of negative numbers follow other rules
             if values[0] is None or values[1] is None:
                 return _verdict_of_library(truth, answer)
@@ -201,7 +201,7 @@ def _same_far_out(truth: Any, answer: Any, names: set[str], tolerance: float) ->
     for sign in (1, -1):
         place = {name: scale * _coordinate(name, 0, sign) * 2 for name in names}
         values = _value(truth, place), _value(answer, place)
-        if None in values or _leaves_the_reals(truth, place) or _leaves_the_reals(answer, place):
+        if not _are_real(values, (truth, answer), place):
             continue
         if not _close(values[0], values[1], tolerance):
             return False
@@ -269,17 +269,20 @@ def _mpc(real: Any, imaginary: Any) -> Any:
         return mpmath.mpc(value.real, 0) if abs(value.imag) < abs(value) * mpmath.mpf(10) ** (5 - PRECISION) else value
 
 
+def _are_real(values: tuple[Any, Any], expressions: tuple[Any, Any], place: dict[str, Fraction]) -> bool:
+    if any(value is None or abs(value.imag) > 0 for value in values):
+        return False
+    return not any(_leaves_the_reals(expression, place) for expression in expressions)
+
+
 def _leaves_the_reals(expression: Any, place: dict[str, Fraction]) -> bool:
-    """Whether the value there is not real, or comes of a root or logarithm of something that is not positive."""
+    """Whether the value there comes of a root or logarithm of something that is negative."""
     import sympy
 
     roots = [power.base for power in expression.atoms(sympy.Pow) if power.exp.is_integer is not True]
     logarithms = [logarithm.args[0] for logarithm in expression.atoms(sympy.log)]
     inner = [_value(part, place) for part in (*roots, *logarithms) if part.free_symbols]
-    if any(value is None or value.real < 0 or abs(value.imag) > 0 for value in inner):
-        return True
-    value = _value(expression, place)
-    return value is None or abs(value.imag) > 0
+    return any(value is None or value.real < 0 or abs(value.imag) > 0 for value in inner)
 
 
 def _part(number: Any) -> Any:
