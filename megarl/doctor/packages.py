@@ -80,8 +80,7 @@ def optional_findings() -> list[Finding]:
     findings = []
     for package, module, cost in OPTIONAL:
         there = importlib.util.find_spec(module) is not None
-        status = "ok" if there else "missing"
-        findings.append(Finding(package, status, version_of(package) if there else "", "" if there else cost))
+        findings.append(Finding(package, "ok", version_of(package)) if there else Finding(package, "missing", "", cost))
     return findings
 
 
