@@ -79,10 +79,8 @@ def optional_findings() -> list[Finding]:
     """Packages without which something else works."""
     findings = []
     for package, module, cost in OPTIONAL:
-        if importlib.util.find_spec(module) is not None:
-            findings.append(Finding(package, "ok", version_of(package), ""))
-        else:
-            findings.append(Finding(package, "missing", "", cost))
+        there = importlib.util.find_spec(module) is not None
+        findings.append(Finding(package, "ok", version_of(package)) if there else Finding(package, "missing", "", cost))
     return findings
 
 
