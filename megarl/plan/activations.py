@@ -2,8 +2,8 @@
 
 Per token and layer, with h the hidden size, q = heads x width, k = key-value heads x width, f the feed-forward size, t
 tensor ranks, and s = 1/t under sequence parallelism, else 1 (numbers: `KEPT`):
-    norms      n h s        each of the two keeps its input and its output, which the next matrix product needs; plain
-                            torch keeps the normalised input before the weight too
+    norms      n h s        each of the two keeps its input (megarl's own: normalised) and its output, which the next
+                            matrix product needs
     attention  (q + 2k) / t the fused projection;  (q + k) / t queries and keys after rotation;  q / t the mixture
     MLP        m f / t      gate and up (2 f) and the product; unfused, the activated gate and up with Megatron's offset
                             of 0 added too
@@ -29,7 +29,7 @@ class Kept:
     mlp: int  # x feed-forward size
 
 
-KEPT: dict[LayerModules, Kept] = {"local": Kept(norms=6, mlp=5), "transformer_engine": Kept(norms=4, mlp=3)}
+KEPT: dict[LayerModules, Kept] = {"local": Kept(norms=4, mlp=5), "transformer_engine": Kept(norms=4, mlp=3)}
 LARGEST_CHUNK = 1 << 25  # elements of logits that the head works on at once on a GPU (policy/head.py)
 SCRATCH = 3  # fp32 buffers of that size
 
