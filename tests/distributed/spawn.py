@@ -20,14 +20,18 @@ SHARED_IMPORTS = [
 ]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, fresh: bool = False
+) -> list[Any]:
     """What `function(rank, world_size, *args)` returned on each rank of a fresh gloo job, by rank.
 
     The first rank that fails raises here with its traceback; after `timeout` seconds TimeoutError. No process is left.
-    Ranks see the environment that the first call of this process saw.
+    Ranks see the environment that the first call of this process saw; with `fresh` that of now, and have imported
+    nothing yet.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(SHARED_IMPORTS)
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(SHARED_IMPORTS)
     results = context.SimpleQueue()
     port = _free_port()
     processes = [
