@@ -1,6 +1,6 @@
 """Attention over packed sequences and context-parallel ranks in plain torch, to stand where Transformer Engine would.
 
-It gathers all keys and values of the row and holds all scores: slow and exact. With it a policy goes the way of a GPU,
+It gathers all keys and values of the row and holds all scores, in fp64: slow and exact. With it a policy goes the way of a GPU,
 packed rows, cu_seqlens, rotary embedding per slice and gradients over context ranks, on a CPU.
 """
 
@@ -56,9 +56,9 @@ class PackedAttention(torch.nn.Module):
         sequence = torch.arange(len(padded)).repeat_interleave(torch.tensor(padded))
         visible = (sequence[mine][:, None] == sequence[None]) & (everything[None] <= mine[:, None])
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
-        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        scores = torch.einsum("qhd,khd->hqk", query.double(), key.double()) * scale
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+        return torch.einsum("hqk,khd->qhd", weights, value.double()).flatten(1).to(query.dtype)
 
 
 def packed_layers() -> layers.Layers:

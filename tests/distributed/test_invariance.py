@@ -148,15 +148,13 @@ def updates_in_layout(
     return results
 
 
-def check_same(
-    result: dict[str, Any], expected: dict[str, Any], what: tuple[Any, ...], tolerance: float = 1e-6
-) -> None:
+def check_same(result: dict[str, Any], expected: dict[str, Any], what: tuple[Any, ...]) -> None:
     assert result["selected"] == expected["selected"], what
     assert result["metrics"].keys() == expected["metrics"].keys(), what
     for name, value in expected["metrics"].items():
         # One token's covariance carries the rounding of its log-prob times its advantage.
         scale = max(1.0, expected["largest_advantage"]) if name.startswith("covariance/") else 1.0
-        assert result["metrics"][name] == pytest.approx(value, rel=tolerance, abs=tolerance * scale), (*what, name)
+        assert result["metrics"][name] == pytest.approx(value, rel=1e-6, abs=1e-6 * scale), (*what, name)
     for name, gradient in expected["gradients"].items():
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
 
