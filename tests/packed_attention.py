@@ -1,7 +1,8 @@
 """Attention over packed sequences and context-parallel ranks in plain torch, to stand where Transformer Engine would.
 
-It gathers all keys and values of the row and holds all scores, in fp64: slow and exact. With it a policy goes the way of a GPU,
-packed rows, cu_seqlens, rotary embedding per slice and gradients over context ranks, on a CPU.
+It gathers all keys and values of the row and holds all scores, in fp64: slow and exact. With it a policy goes
+the way of a GPU: packed rows, cu_seqlens, rotary embedding per slice and gradients over context ranks, on a
+CPU.
 """
 
 from __future__ import annotations

@@ -2,17 +2,6 @@
 # Trains Qwen2.5-32B by one of the paper's four methods: 4 node(s) of 8 H100-80GB. See docs/cluster.md.
 #
 #   bash examples/qwen2.5_32b/run.sh grpo|clip_higher|clip_cov|kl_cov [section.key=value ...]
-#
-# The environment variables of examples/launch.sh say on how many nodes, and whether in Docker.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-
-methods=(grpo clip_higher clip_cov kl_cov)
-method="${1:-}"
-if [[ ! " ${methods[*]} " == *" $method "* || -z "$method" ]]; then
-    echo "usage: bash examples/qwen2.5_32b/run.sh grpo|clip_higher|clip_cov|kl_cov [section.key=value ...]" >&2
-    exit 2
-fi
-shift
 export NODES="${NODES:-4}"
-exec bash examples/launch.sh "examples/qwen2.5_32b/$method.yaml" "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../paper_method.sh" examples/qwen2.5_32b "$@"

@@ -7,28 +7,17 @@ from dataclasses import dataclass
 from megarl.config import RunConfig
 from megarl.plan.activations import Activations, activations_of
 from megarl.plan.parameters import buffer_of, chunk_parameters
+from megarl.policy.dry_run.memory import MemoryCount
 from megarl.policy.model import ModelShape
 
 MASTER, GRADIENT = 4, 4  # bytes: fp32 master weights, moments and gradient sums (policy/optimizer.py)
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes of one rank's weights, gradients and optimizer. Exact: `--dry-run` counts the same."""
+class States(MemoryCount):
+    """What `--dry-run` counts of one rank, from the config alone and exactly the same."""
 
     parameters: int  # elements, padded vocabulary included
-    weights: int
-    gradients: int
-    master_weights: int
-    moments: int
-
-    @property
-    def optimizer(self) -> int:
-        return self.master_weights + self.moments
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
