@@ -19,6 +19,8 @@ summaries="$(mktemp)"
 output="$(mktemp)"
 trap 'rm -f "$summaries" "$output"' EXIT
 durations=()
+# The fast group alone runs as two processes: the others' tests start processes of their own, one a core.
+declare -A options=([unit]="--numprocesses 2 --dist worksteal")
 
 finish() { # NAME STARTED
     durations+=("$1 $((SECONDS - $2)) s")
@@ -40,7 +42,8 @@ tests() { # GROUP [PYTEST ARGUMENTS]
     local group="$1" started=$SECONDS status=0
     shift
     echo "== $group"
-    python -m pytest "tests/$group" --durations=5 "$@" 2>&1 | tee "$output" || status=$?
+    # shellcheck disable=SC2086 # several words
+    python -m pytest "tests/$group" --durations=5 ${options[$group]:-} "$@" 2>&1 | tee "$output" || status=$?
     # 5: no test matched, which only a selection by arguments excuses.
     if [[ $status -ne 0 && ! ($status -eq 5 && $# -gt 0) ]]; then
         echo "== $group failed after $((SECONDS - started)) s" >&2
