@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -66,11 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; prints a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
-    parser.add_argument("--layout", nargs="+", default=["1x1", "2x2"], metavar="TPxPP")
+    parser.add_argument("--layout", nargs="+", type=layout_of, default=[(1, 1), (2, 2)], metavar="TPxPP")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats = {options.repeats} must be at least 1")
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         report = measure(Path(folder), options.model, options.layout, options.repeats)
     if options.json:
@@ -85,15 +90,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def measure(folder: Path, model: str, layouts: Sequence[str], repeats: int) -> dict[str, Any]:
+def layout_of(text: str) -> tuple[int, int]:
+    """(tensor, pipeline) of `TPxPP`."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not TPxPP, such as 2x2")
+    tensor, pipeline = text.split("x")
+    return int(tensor), int(pipeline)
+
+
+def measure(folder: Path, model: str, layouts: Sequence[tuple[int, int]], repeats: int) -> dict[str, Any]:
     """The report of all layouts, both directions."""
     big = write_random_model(folder / "big", model)
     write_random_model(folder / "small", "tiny")
     size = sum(file.stat().st_size for file in big.glob("*.safetensors"))
     copy_seconds = statistics.median(timed(lambda: copy(big, folder / "copy")) for _ in range(repeats))
     rows: list[Measured] = []
-    for layout in layouts:
-        tensor, pipeline = (int(part) for part in layout.split("x"))
+    for tensor, pipeline in layouts:
+        layout = f"{tensor}x{pipeline}"
         shard, layer = shard_bytes(big, tensor, pipeline)
         into = ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
         stored = {name: folder / f"{name}_{layout}" for name in ("big", "small")}
