@@ -103,7 +103,7 @@ def run_ours(folder: Path, steps: int) -> None:
             f"data.files=[{folder}/data/train.parquet]",
             f"loop={{steps: {steps}, prompts_per_step: {PROMPTS}, updates_per_step: {UPDATES}, filter_groups: false}}",
             "parallel={}",
-            f"optimizer.learning_rate={LEARNING_RATE}",
+            f"optimizer={{learning_rate: {LEARNING_RATE}}}",
             f"rollout.samples_per_prompt={SAMPLES_PER_PROMPT}",
             f"rollout.max_response_length={RESPONSE_LENGTH}",
             "evaluation.sets=[]",
