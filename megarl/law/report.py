@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class RunCurves:
     accuracy_stderr: list[float]
     pass_at_k: dict[int, float] = field(default_factory=dict)  # of the last evaluation that has one
     evaluation_entropy: float | None = None  # on held-out responses, at the last evaluation
+    other_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)  # other sets, last: (value, stderr)
     law: LawPoints = field(default_factory=lambda: LawPoints([], [], [], 0))
 
     def fit(self) -> LawFit | None:
@@ -57,7 +58,8 @@ def read_run(folder: str | Path, evaluation_set: str | None = None) -> RunCurves
         raise UserError(f"{folder / 'metrics.jsonl'} holds no evaluation (eval/<set>/accuracy)")
     if evaluation_set is not None and evaluation_set not in sets:
         raise UserError(f"{folder} has no evaluation set {evaluation_set!r}; its sets: {', '.join(sets)}")
-    prefix = f"eval/{evaluation_set or sets[0]}"
+    chosen = evaluation_set or sets[0]
+    prefix = f"eval/{chosen}"
     measured = [record for record in records if record.get("entropy/seq_mean") is not None]
     evaluated = [record for record in records if record.get(f"{prefix}/accuracy") is not None]
     if not measured or not evaluated:
@@ -76,8 +78,16 @@ def read_run(folder: str | Path, evaluation_set: str | None = None) -> RunCurves
         accuracy_stderr=[record.get(f"{prefix}/accuracy_stderr") or 0.0 for record in evaluated],
         pass_at_k=passed,
         evaluation_entropy=evaluated[-1].get(f"{prefix}/entropy"),
+        other_accuracies={name: _last_accuracy(records, name) for name in sets if name != chosen},
         law=read_run_points(folder),
     )
+
+
+def _last_accuracy(records: Sequence[Mapping[str, Any]], evaluation_set: str) -> tuple[float, float]:
+    """(accuracy, its standard error) of the set's last evaluation."""
+    name = f"eval/{evaluation_set}/accuracy"
+    last = [record for record in records if record.get(name) is not None][-1]
+    return last[name], last.get(f"{name}_stderr") or 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class ComparisonRow:
     evaluation_entropy: float | None  # on held-out responses, at the end
     accuracy: float
     accuracy_stderr: float
+    other_accuracies: dict[str, tuple[float, float]]  # of the other evaluation sets, with standard errors
     pass_at_k: dict[int, float]
     law_a: float | None
     law_b: float | None
@@ -115,6 +126,7 @@ def comparison_table(runs: Mapping[str, RunCurves]) -> list[ComparisonRow]:
                 evaluation_entropy=run.evaluation_entropy,
                 accuracy=run.accuracy[-1],
                 accuracy_stderr=run.accuracy_stderr[-1],
+                other_accuracies=run.other_accuracies,
                 pass_at_k=run.pass_at_k,
                 law_a=fit.a if fit else None,
                 law_b=fit.b if fit else None,
@@ -133,8 +145,10 @@ def table_cells(rows: list[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
         ["H, end", *(f"{row.final_entropy:.3f}" for row in rows)],
         [f"H, end / {rows[0].name}", *(f"{row.entropy_ratio:.2f}" for row in rows)],
         ["H, held out", *(_number(row.evaluation_entropy) for row in rows)],
-        ["accuracy", *(f"{row.accuracy:.3f} ± {row.accuracy_stderr:.3f}" for row in rows)],
+        ["accuracy", *(_accuracy((row.accuracy, row.accuracy_stderr)) for row in rows)],
     ]
+    for other in dict.fromkeys(name for row in rows for name in row.other_accuracies):
+        lines.append([f"accuracy, {other}", *(_accuracy(row.other_accuracies.get(other)) for row in rows)])
     if counts := [k for row in rows for k in row.pass_at_k]:
         lines.append([f"pass@{max(counts)}", *(_number(row.pass_at_k.get(max(counts))) for row in rows)])
     lines += [
@@ -151,6 +165,10 @@ def markdown_table(rows: list[ComparisonRow]) -> str:
     headings, lines = table_cells(rows)
     rule = ["---", *["---:"] * len(rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in [headings, rule, *lines])
+
+
+def _accuracy(value: tuple[float, float] | None) -> str:
+    return "-" if value is None else f"{value[0]:.3f} ± {value[1]:.3f}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -63,6 +63,18 @@ def test_table_compares_with_the_first_run(tmp_path: Path) -> None:
     assert f"| accuracy | {grpo.accuracy:.3f} ± 0.010 | {clip_cov.accuracy:.3f} ± 0.010 |" in text
 
 
+def test_accuracies_of_further_sets_have_a_line_each(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "grpo", 0.1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    cool = {"eval/sums_at_0.6/accuracy": 0.9, "eval/sums_at_0.6/accuracy_stderr": 0.02}
+    lines[9] = json.dumps(json.loads(lines[9]) | cool)
+    lines[12] = json.dumps(json.loads(lines[12]) | cool | {"eval/sums_at_0.6/accuracy": 0.95})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    runs = {"grpo": read_run(folder), "clip_cov": read_run(write_run(tmp_path / "clip_cov", 0.2))}
+    assert runs["grpo"].accuracy[-1] == pytest.approx(1 - 0.5 * math.exp(0.1))
+    assert "| accuracy, sums_at_0.6 | 0.950 ± 0.020 | - |" in markdown_table(comparison_table(runs))
+
+
 def test_a_run_whose_points_fix_no_law_is_compared_without_one(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "short", 0.1)
     (folder / "law.csv").write_text("step,entropy,reward\n0,0.4,0.2\n3,0.3,0.3\n")
