@@ -80,9 +80,9 @@ if [[ -n "${IMAGE:-}" ]]; then
     for name in TORCH_ELASTIC_SHUTDOWN_TIMEOUT CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS TOKENIZERS_PARALLELISM; do
         container+=(--env "$name")
     done
-    while IFS= read -r name; do # what the site sets for its network
+    while IFS= read -r name; do # which GPUs are this run's, and what the site sets for its network
         container+=(--env "$name")
-    done < <(compgen -e | grep -E '^(NCCL|GLOO|UCX)_' || true)
+    done < <(compgen -e | grep -E '^(CUDA_VISIBLE_DEVICES$|(NCCL|GLOO|UCX)_)' || true)
     command=("${container[@]}" "$IMAGE" "${command[@]}")
 fi
 

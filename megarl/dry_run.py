@@ -199,8 +199,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(FLAG, action="store_true")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the job: its GPUs that train")
-    parser.add_argument("--rank", type=int, help="build this rank alone; the shards are not compared then")
-    parser.add_argument("--every-rank", action="store_true", help="build every rank, not one of each kind")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, help="build this rank alone; the shards are not compared then")
+    which.add_argument("--every-rank", action="store_true", help="build every rank, not one of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(list(arguments))
     if options.world_size < 1:

@@ -23,7 +23,7 @@ class RunStopped(UserError):
 def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """`main` wrapped so that a `UserError` becomes one line on standard error and exit code 2 (`RunStopped`: 1).
 
-    Under torchrun every rank fails alike; only rank 0 prints, so that the line appears once.
+    Under torchrun every rank of a node fails alike; the first one prints, so that the line appears once.
     """
 
     @functools.wraps(main)
@@ -31,7 +31,7 @@ def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None
         try:
             main(*args, **kwargs)
         except UserError as error:
-            if os.environ.get("RANK", "0") == "0":
+            if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
                 print(f"megarl: error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
 

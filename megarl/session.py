@@ -26,7 +26,7 @@ from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.hf_weights import expected_tensors
 from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
-from megarl.policy.parallel import Layout, check_layout, initialize, job_world_size, shutdown
+from megarl.policy.parallel import Layout, check_gpus, check_layout, initialize, job_world_size, shutdown
 from megarl.policy.precision import check_precision
 from megarl.resume import CHECKPOINTS, RunState, check_earlier_run
 from megarl.reward.gold import gold_check
@@ -110,12 +110,16 @@ def one_rank_warns(layout: Layout) -> None:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The HF tokenizer of a model folder. Raises UserError when it has none or lacks an end token."""
+    """The HF tokenizer of a model folder. Raises UserError when it has none, a broken one, or one without end token."""
     from transformers import AutoTokenizer
 
     if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"model.path = {folder} has no tokenizer (tokenizer.json is missing)")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain ones
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"model.path = {folder}: its tokenizer cannot be read ({told})") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path = {folder}: its tokenizer has no end-of-sequence token")
     return tokenizer
@@ -145,10 +149,12 @@ class Session:
             config.check_groups()
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
+        check_gpus()
         check_precision(config.precision, config.parallel, trains=trains)
         tokenizer = load_tokenizer(config.model.path)
-        prompts = _training_prompts(config, tokenizer) if trains else PromptSet([], 0, 0, "")
-        evaluation_tasks = _evaluation_tasks(config, tokenizer)
+        prompts = _training_prompts(config, tokenizer, shape) if trains else PromptSet([], 0, 0, "")
+        evaluation_tasks = _evaluation_tasks(config, tokenizer, shape)
+        check_positions(config, shape, prompts.prompts, evaluation_tasks)
         grader = Grader(config.reward, [settings.reward for settings in config.evaluation.sets if settings.reward])
         folder = prepare_run_folder("train", config, shape) if trains else None
         layout = initialize(config.parallel, config.run.seed)
@@ -337,17 +343,18 @@ class Session:
         shutdown()
 
 
-def _training_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
+def _training_prompts(config: RunConfig, tokenizer: Any, shape: ModelShape) -> PromptSet:
     return load_prompts(
         config.data.files,
         config.data,
         tokenizer,
         truth_problem=gold_check(config.reward),
         drop_bad_truths=config.reward.on_bad_gold == "drop",
+        vocabulary=shape.vocabulary,
     )
 
 
-def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]:
+def _evaluation_tasks(config: RunConfig, tokenizer: Any, shape: ModelShape) -> list[EvaluationTask]:
     """The held-out sets; sets that ask for the same rows share them."""
     loaded: dict[str, list[Prompt]] = {}
     tasks = []
@@ -361,9 +368,29 @@ def _evaluation_tasks(config: RunConfig, tokenizer: Any) -> list[EvaluationTask]
                 sources=settings.sources,
                 truth_problem=gold_check(config.reward, settings.reward),
                 drop_bad_truths=config.reward.on_bad_gold == "drop",
+                vocabulary=shape.vocabulary,
             ).prompts
         tasks.append(evaluation_task(settings, loaded[key]))
     return tasks
+
+
+def check_positions(
+    config: RunConfig, shape: ModelShape, prompts: Sequence[Prompt], tasks: Sequence[EvaluationTask]
+) -> None:
+    """Nothing, or a UserError: a prompt for whose longest response the model has not positions enough."""
+    general = config.rollout.max_response_length
+    asked = [("rollout.max_response_length", general, prompts)]
+    for task in tasks:
+        name = f"the max_response_length of evaluation set {task.settings.name}"
+        asked.append((name, task.settings.max_response_length or general, task.prompts))
+    for name, response, its_prompts in asked:
+        longest = max(its_prompts, key=lambda prompt: len(prompt.token_ids), default=None)
+        if longest is not None and len(longest.token_ids) + response > shape.max_positions:
+            raise UserError(
+                f"prompt {longest.index} ({longest.data_source}) has {len(longest.token_ids)} tokens: with {name} = "
+                f"{response} it exceeds the model's {shape.max_positions} positions (data.max_prompt_length, "
+                "data.overlong)"
+            )
 
 
 def _rollout_plan(config: RunConfig) -> RolloutPlan:

@@ -21,7 +21,7 @@ from megarl.objective.objective import likelihood_loss
 from megarl.policy.checkpoint import Checkpoints
 from megarl.policy.megatron import MegatronPolicy, TokenTable
 from megarl.policy.model import read_model_shape
-from megarl.policy.parallel import check_layout, initialize, job_world_size, shutdown
+from megarl.policy.parallel import check_gpus, check_layout, initialize, job_world_size, shutdown
 from megarl.policy.precision import check_precision
 from megarl.resume import RunState
 from megarl.session import (
@@ -46,8 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = load_config(path, overrides, SftConfig)
         shape = read_model_shape(config.model.path)
         check_layout(config.parallel, job_world_size(), shape)
+        check_gpus()
         check_precision(config.precision, config.parallel)
-        demonstrations = load_demonstrations(config.data.files, config.data, load_tokenizer(config.model.path))
+        demonstrations = load_demonstrations(
+            config.data.files,
+            config.data,
+            load_tokenizer(config.model.path),
+            vocabulary=shape.vocabulary,
+            max_positions=shape.max_positions,
+        )
         folder = prepare_run_folder("sft", config, shape)
         layout = initialize(config.parallel, config.run.seed)
         one_rank_warns(layout)

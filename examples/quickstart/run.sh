@@ -18,8 +18,8 @@ case "${1:-}" in
         ;;
 esac
 
-# Two ranks on two cores: one thread each, and waiting threads sleep.
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+# Two ranks on two cores: one thread each, and waiting threads sleep. A GPU that may be there is left alone.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 
 venv="$(bash tools/make_environment.sh dev,report)"
 export PATH="$venv/bin:$PATH"

@@ -63,13 +63,14 @@ def load_prompts(
     sources: Sequence[str] | None = None,
     truth_problem: Callable[[str, str], str | None] | None = None,
     drop_bad_truths: bool = False,
+    vocabulary: int | None = None,
 ) -> PromptSet:
     """The prompts of all files in order, tokenised by an HF tokenizer, with the counts of cut and dropped ones.
 
     Where `sources` are given, only their rows count and are checked. `truth_problem(data source, ground truth)` says
     what is wrong with a ground truth, if anything. Raises UserError naming file, row (from 1) and column for whatever
     cannot be read, a source without rows, a ground truth with a problem unless those are dropped, an overlong prompt
-    under `overlong: error`, or when no prompt is left.
+    under `overlong: error`, a token that the model's `vocabulary` lacks, or when no prompt is left.
     """
     rows = read_rows(files, PROMPT_COLUMNS)
     if sources is not None:
@@ -86,6 +87,7 @@ def load_prompts(
         if ids is None:
             filtered += 1
             continue
+        _check_tokens(row, "prompt", ids, vocabulary)
         prompts.append(
             Prompt(
                 index=index,
@@ -100,12 +102,19 @@ def load_prompts(
     return PromptSet(prompts, truncated, filtered, _fingerprint(prompts))
 
 
-def load_demonstrations(files: Sequence[str], config: DataConfig, tokenizer: Any) -> list[Sample]:
+def load_demonstrations(
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    vocabulary: int | None = None,
+    max_positions: int | None = None,
+) -> list[Sample]:
     """Demonstrations as finished samples: column `response` holds the text, to which the end token is added.
 
     They take the policy's data path like any rollout: temperature 1, reward 0, and NaN for the log-probs that no
     engine reported. The response is tokenised on its own, as one is generated. Raises UserError like `load_prompts`,
-    and for a tokenizer without an end token.
+    for a tokenizer without an end token, and for a demonstration that the model's `max_positions` are too few for.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("demonstrations need a tokenizer with an end-of-sequence token; this one has none")
@@ -124,6 +133,11 @@ def load_demonstrations(files: Sequence[str], config: DataConfig, tokenizer: Any
         truth = _ground_truth(row) if row.values.get("reward_model") is not None else ""
         prompt = Prompt(index, row.text("data_source"), ids, truth, texts[index], _extra_info(row))
         full = [*response_ids[index], tokenizer.eos_token_id]
+        _check_tokens(row, "prompt", ids, vocabulary)
+        _check_tokens(row, "response", full, vocabulary)
+        if max_positions is not None and len(ids) + len(full) - 1 > max_positions:
+            problem = f"and its prompt have {len(ids) + len(full)} tokens; the model has {max_positions} positions"
+            raise row.error("response", problem)
         samples.append(
             Sample(
                 prompt=prompt,
@@ -308,6 +322,12 @@ def _within_limit(row: Row, ids: list[int], config: DataConfig) -> tuple[list[in
         f"has {len(ids)} tokens, data.max_prompt_length = {config.max_prompt_length}; raise it or set data.overlong "
         "to truncate_left or filter",
     )
+
+
+def _check_tokens(row: Row, column: str, ids: Sequence[int], vocabulary: int | None) -> None:
+    """Nothing, or a UserError: a tokenizer with added tokens may give ids for which a model has no embedding."""
+    if vocabulary is not None and ids and max(ids) >= vocabulary:
+        raise row.error(column, f"has token id {max(ids)} by this tokenizer; the model's vocabulary has {vocabulary}")
 
 
 def _of_sources(rows: Sequence[Row], sources: Sequence[str]) -> list[Row]:

@@ -71,7 +71,10 @@ def _topology() -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
-    answer = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    try:
+        answer = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:  # as with a driver that hangs
+        return ""
     return answer.stdout
 
 

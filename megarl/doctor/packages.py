@@ -36,6 +36,8 @@ OPTIONAL = (
     ("pyseccomp", "pyseccomp", "programs cannot be judged in the sandbox (pip install 'megarl[code]')"),
     ("reasoning-gym", "reasoning_gym", "reward.function=reasoning_gym does not work (pip install 'megarl[data]')"),
 )
+# Compiled against one torch and one CUDA: that it is installed does not say that it can be imported.
+COMPILED = {"transformer-engine": "transformer_engine.pytorch"}
 
 
 def python_finding() -> Finding:
@@ -55,16 +57,23 @@ def cpu_path_findings() -> list[Finding]:
         ("math-verify", "math_verify"),
         ("megarl", "megarl.train"),
     ):
-        try:
-            if package == "megatron-core":  # whose import needs megarl's preparation of the CPU
-                module = "megarl.policy.mcore"
-            importlib.import_module(module)
-        except Exception as error:  # whatever keeps a part from being imported is what the user has to be told
-            found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            findings.append(Finding(package, "missing", found, "no run works without it", needed=True))
+        if package == "megatron-core":  # whose import needs megarl's preparation of the CPU
+            module = "megarl.policy.mcore"
+        problem = import_problem(module)
+        if problem:
+            findings.append(Finding(package, "missing", problem, "no run works without it", needed=True))
         else:
             findings.append(Finding(package, "ok", version_of(package), needed=True))
     return findings
+
+
+def import_problem(module: str) -> str:
+    """What keeps a module from being imported, in one line; empty when nothing does."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever it is, the user has to be told
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
 
 
 def version_of(package: str) -> str:
@@ -79,8 +88,12 @@ def optional_findings() -> list[Finding]:
     """Packages without which something else works."""
     findings = []
     for package, module, cost in OPTIONAL:
-        there = importlib.util.find_spec(module) is not None
-        findings.append(Finding(package, "ok", version_of(package)) if there else Finding(package, "missing", "", cost))
+        if importlib.util.find_spec(module) is None:
+            findings.append(Finding(package, "missing", "", cost))
+        elif package in COMPILED and (problem := import_problem(COMPILED[package])):
+            findings.append(Finding(package, "missing", f"{version_of(package)}, {problem}", cost))
+        else:
+            findings.append(Finding(package, "ok", version_of(package)))
     return findings
 
 
@@ -111,7 +124,10 @@ def sandbox_finding() -> Finding:
     if ctypes.util.find_library("seccomp") is None:
         return Finding("bubblewrap", "missing", "no libseccomp", cost)
     command = [program, "--ro-bind", "/", "/", "--unshare-pid", "--unshare-net", "true"]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("bubblewrap", "missing", f"made no namespace in {SECONDS:.0f} s", cost)
     if tried.returncode != 0:
         return Finding("bubblewrap", "missing", f"makes no namespace here: {tried.stderr.strip()[:200]}", cost)
     return Finding("bubblewrap", "ok", _first_line([program, "--version"]))

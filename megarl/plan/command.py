@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 
@@ -43,9 +44,10 @@ def run_plan(options: argparse.Namespace) -> None:
     from megarl.policy.model import read_model_shape
 
     config = load_config(options.config, options.overrides, RunConfig)
-    for name in ("gpus", "gpus_per_node", "generation_rounds"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} = {getattr(options, name)} must be positive")
+    for name in ("gpus", "gpus_per_node", "generation_rounds", "mean_response"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} = {value} must be positive")
     cluster = Cluster(
         gpu=gpu_named(options.gpu),
         gpus=options.gpus,

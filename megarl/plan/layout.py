@@ -9,7 +9,7 @@ from megarl.errors import UserError
 from megarl.plan.batches import Batches, batches_of
 from megarl.plan.gpus import Assumptions, Gpu
 from megarl.plan.memory import TrainingMemory, training_memory
-from megarl.plan.serving import Serving, rollout_gpus_per_node, serving_of
+from megarl.plan.serving import Serving, colocated_servers, rollout_gpus_per_node, serving_of
 from megarl.plan.speed import StepTime, step_time
 from megarl.policy.model import ModelShape
 from megarl.policy.parallel import check_layout
@@ -67,7 +67,7 @@ def plan_layout(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Plan:
     """The `Plan` of the config's own layout. Raises UserError with the first reason for which it cannot run."""
     own = rollout_gpus_per_node(config, min(cluster.gpus, cluster.gpus_per_node))
     training_gpus = cluster.gpus - own * cluster.nodes
-    data = data_size(config, shape, training_gpus, cluster.gpus_per_node)
+    data = data_size(config, shape, training_gpus, training_gpus // cluster.nodes)
     batches = batches_of(config, shape, data, cluster.mean_response)
     training = training_memory(config, shape, data)
     served = config.rollout.engine == "sglang" and not config.rollout.urls
@@ -90,15 +90,18 @@ def plan_layout(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Plan:
     return Plan(training_gpus, data, training, batches, chosen, other, time, margin)
 
 
-def data_size(config: RunConfig, shape: ModelShape, training_gpus: int, gpus_per_node: int) -> int:
-    """The data-parallel size. Raises UserError: the layout does not fit GPUs or model, or cuts layers over nodes."""
+def data_size(config: RunConfig, shape: ModelShape, training_gpus: int, of_a_node: int) -> int:
+    """The data-parallel size. Raises UserError: the layout does not fit GPUs or model, or cuts layers over nodes.
+
+    `of_a_node`: how many of the training GPUs each node has.
+    """
     parallel = config.parallel
     check_layout(parallel, training_gpus, shape)
     check_precision(config.precision, parallel, machine=FULL)
-    if parallel.tensor > gpus_per_node:
+    if parallel.tensor > of_a_node or (training_gpus > of_a_node and of_a_node % parallel.tensor):
         raise UserError(
-            f"parallel.tensor = {parallel.tensor} spreads each layer over nodes of {gpus_per_node} GPUs: the network "
-            "is too slow for it"
+            f"parallel.tensor = {parallel.tensor} spreads each layer over nodes of {of_a_node} GPUs that train: the "
+            "network is too slow for it"
         )
     return training_gpus // (parallel.tensor * parallel.pipeline * parallel.context)
 
@@ -119,8 +122,10 @@ def _placement(
     shares = name == "colocated"
     # Moments are made in the first update, after the servers measured what is free.
     at_start = max(stage.resting - stage.states.moments for stage in training) + assumed.overhead
-    on = training_gpus if shares else max(config.rollout.server_tensor, cluster.gpus - training_gpus)
-    count = max(1, on // config.rollout.server_tensor)
+    if shares:
+        count = cluster.nodes * colocated_servers(config, training_gpus // cluster.nodes)
+    else:
+        count = max(1, (cluster.gpus - training_gpus) // config.rollout.server_tensor)
     serving = serving_of(
         config, shape, cluster.gpu, servers=count, held_by_training=at_start if shares else 0,
         mean=batches.mean, longest=batches.longest, assumptions=assumed,

@@ -44,6 +44,19 @@ def rollout_gpus_per_node(config: RunConfig, gpus_per_node: int) -> int:
     return own
 
 
+def colocated_servers(config: RunConfig, training_gpus: int) -> int:
+    """The servers on the training GPUs of one node. Raises UserError where these are too few, as the start would."""
+    rollout = config.rollout
+    asked_for = rollout.servers if rollout.placement == "colocated" else None
+    count = asked_for or training_gpus // rollout.server_tensor
+    if count < 1 or count * rollout.server_tensor > training_gpus:
+        raise UserError(
+            f"rollout.servers x rollout.server_tensor = {max(count, 1)} x {rollout.server_tensor}: a node has "
+            f"{training_gpus} GPUs that train (rollout.placement = colocated)"
+        )
+    return count
+
+
 def server_weights(shape: ModelShape, tensor: int, item: int) -> int:
     """Bytes of the model's weights on one of a server's GPUs."""
     return model_parameters(shape) * item // tensor

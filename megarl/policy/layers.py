@@ -70,12 +70,14 @@ def transformer_engine_layers(precision: PrecisionConfig) -> Layers:
         "apply_rope_fusion": True,
     }
     if precision.fp8 == "hybrid":
-        # The scale of each tensor follows the largest of its last 1024 maxima, as Transformer Engine advises.
+        # The scale of each tensor follows the largest of its last 1024 maxima, as Transformer Engine advises. Ranks
+        # exchange them in every micro-batch, of which data-parallel ranks have different numbers: they keep their own.
         options |= {
             "fp8": "hybrid",
             "fp8_recipe": "delayed",
             "fp8_amax_history_len": 1024,
             "fp8_amax_compute_algo": "max",
+            "tp_only_amax_red": True,
         }
     return Layers(
         spec=lambda config: spec(qk_layernorm=config.qk_layernorm),

@@ -53,6 +53,7 @@ if not torch.cuda.is_available():
 
 def transformer_engine_norm_and_spec() -> tuple[Any, Any]:
     """(Transformer Engine's norm class, Megatron's function that makes a layer specification of its modules)."""
+    import transformer_engine.pytorch  # noqa: F401  Megatron would hide why it cannot be imported
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

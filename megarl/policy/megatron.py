@@ -302,6 +302,9 @@ class MegatronPolicy:
         forward_only: bool,
     ) -> list[dict[str, Any]]:
         """Runs Megatron's schedule; what `on_last_stage` reported per micro-batch (empty on other stages)."""
+        for module in self.modules:
+            # Outside of training nothing is kept for a recomputation that never comes.
+            module.train(not forward_only)
 
         def forward_step(iterator: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)

@@ -96,6 +96,16 @@ def check_layout(config: ParallelConfig, world_size: int, shape: ModelShape) -> 
         raise UserError("parallel.sequence = true needs parallel.tensor of at least 2")
 
 
+def check_gpus() -> None:
+    """Nothing, or a UserError where torchrun started more ranks on this node than it has GPUs."""
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if torch.cuda.is_available() and ranks > gpus:
+        raise UserError(
+            f"{ranks} ranks on a node with {gpus} GPUs: each needs one of its own; allowed: --nproc-per-node "
+            f"(GPUS_PER_NODE of examples/launch.sh) up to {gpus}"
+        )
+
+
 def job_world_size() -> int:
     """The number of ranks that torchrun started (1 without torchrun), before any process group exists."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.errors import UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import RolloutEngine
@@ -27,7 +29,8 @@ def build_engine(
     `folder` takes the servers' logs; None: a temporary one. Raises UserError when what the engine needs is missing.
     """
     if config.engine == "in_process":
-        return InProcessEngine(model_folder, tokenizer, config)
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        return InProcessEngine(model_folder, tokenizer, config, device=device)
     try:
         from megarl.rollout.sglang.engine import SglangEngine
     except ModuleNotFoundError as error:

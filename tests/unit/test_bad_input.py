@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from megarl.data.generated import write_arithmetic, write_tokenizer
@@ -69,6 +71,11 @@ def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
         ("model.path=/no/such/folder", ["model.path", "/no/such/folder"]),
         ("data.files=[/no/such.parquet]", ["/no/such.parquet"]),
         ("data.max_prompt_length=5", ["train.parquet", "row 1", "5"]),
+        ("rollout.max_response_length=120", ["prompt", "rollout.max_response_length = 120", "128 positions"]),
+        (
+            "evaluation.sets=[{name: held, files: [DATA/evaluation.parquet], max_response_length: 125}]",
+            ["prompt", "evaluation set held = 125", "128 positions"],
+        ),
         ("reward.function=no.such:thing", ["reward.function", "no.such"]),
         ("reward.sources.sums.functon=exact", ["reward.sources.sums.functon", "unknown key", "function"]),
         ("reward.sandbox=jail", ["reward.sandbox.kind", "bubblewrap"]),
@@ -89,7 +96,8 @@ def message_of(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_bad_value_is_named(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, expected: list[str]
 ) -> None:
-    line = message_of(config, tmp_path, capsys, override)
+    folder = str(Path(config["data"]["files"][0]).parent)
+    line = message_of(config, tmp_path, capsys, override.replace("DATA", folder))
     for part in expected:
         assert part in line, line
 
@@ -102,6 +110,38 @@ def test_context_parallelism_on_a_cpu_is_refused_by_name(
     monkeypatch.setenv("WORLD_SIZE", "2")
     line = message_of(config, tmp_path, capsys, "parallel.context=2")
     assert "parallel.context = 2 needs Transformer Engine: this machine has no CUDA device" in line
+
+
+def test_a_broken_tokenizer_is_named(
+    config: dict[str, Any], parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(parts / "model", folder)
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"')
+    line = message_of(config, tmp_path, capsys, f"model.path={folder}")
+    assert f"model.path = {folder}: its tokenizer cannot be read" in line
+
+
+def test_more_ranks_than_gpus_are_refused(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    line = message_of(config, tmp_path, capsys)
+    assert "8 ranks on a node with 4 GPUs" in line and "--nproc-per-node" in line and "up to 4" in line
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_each_node_says_what_is_wrong_once(
+    local_rank: str, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake may be one node's alone, and rank 0 on another."""
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit):
+        main(["no_such.yaml"])
+    assert capsys.readouterr().err.count("no_such.yaml does not exist") == lines
 
 
 def test_tensor_parallelism_that_does_not_divide_the_heads_is_named(

@@ -106,3 +106,29 @@ def test_the_sandbox_is_tried_and_not_only_looked_for(tmp_path: Path, monkeypatc
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(packages.ctypes.util, "find_library", lambda name: "libseccomp.so.2")
     assert "makes no namespace here: no permissions" in packages.sandbox_finding().found
+
+
+def test_a_compiled_part_that_does_not_fit_its_torch_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text("raise ImportError('undefined symbol: aoti_torch')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = (finding for finding in packages.optional_findings() if finding.part == "transformer-engine")
+    assert found.status == "missing" and "undefined symbol: aoti_torch" in found.found and "FP8" in found.cost
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules.pop(name, None)
+
+
+def test_a_program_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia-smi", "bwrap"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "SECONDS", 0.2)
+    monkeypatch.setattr(packages, "SECONDS", 0.2)
+    monkeypatch.setattr(packages.ctypes.util, "find_library", lambda name: "libseccomp.so.2")
+    assert machine.nvlink_finding(machine._topology(), 8).status == "weak"
+    assert "made no namespace" in packages.sandbox_finding().found

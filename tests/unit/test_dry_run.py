@@ -161,6 +161,14 @@ def test_a_layout_that_does_not_divide_is_refused_with_one_line(
     assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
 
 
+def test_one_rank_and_every_rank_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    from megarl import train
+
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["run.yaml", "--dry-run", "--world-size", "4", "--rank", "1", "--every-rank"])
+    assert stopped.value.code == 2 and "not allowed with argument" in capsys.readouterr().err
+
+
 def test_weight_files_that_are_there_are_checked(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

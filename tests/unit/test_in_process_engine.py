@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.data.generated import write_tokenizer
 from megarl.data.samples import Prompt, Sample
 from megarl.errors import UserError
+from megarl.rollout import build
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.in_process import InProcessEngine
@@ -250,6 +251,16 @@ def test_building_the_engine_leaves_the_random_state_alone(tmp_path: Path) -> No
     torch.manual_seed(5)
     InProcessEngine(folder, tokenizer_of(folder), RolloutConfig())
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(True, "cuda:3"), (False, "cpu")])
+def test_a_rank_generates_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, gpus: bool, expected: str) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(build, "InProcessEngine", lambda *_, device: seen.append(device))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    build.build_engine(RolloutConfig(), "model", None, expected={}, max_positions=8, folder=None, seed=1)
+    assert seen == [expected]
 
 
 def test_generation_before_any_weights_is_refused(tmp_path: Path) -> None:

@@ -45,12 +45,15 @@ def test_one_node_bare() -> None:
 def test_many_nodes_in_docker() -> None:
     words = launched(
         "examples/qwen2.5_32b/kl_cov.yaml", NODES="4", HEAD="node-7", IMAGE="megarl:1", MOUNTS="/models:/data",
-        NCCL_IB_HCA="mlx5",
+        NCCL_IB_HCA="mlx5", CUDA_VISIBLE_DEVICES="4,5,6,7",
     )  # fmt: skip
     image = words.index("megarl:1")
     container, run = words[:image], words[image + 1 :]
     assert container[:2] == ["docker", "run"] and {"--gpus", "--ipc=host", "--network=host", "--init"} <= set(container)
-    for option in (["--volume", "/models:/models"], ["--volume", "/data:/data"], ["--env", "NCCL_IB_HCA"]):
+    for option in (
+        ["--volume", "/models:/models"], ["--volume", "/data:/data"], ["--env", "NCCL_IB_HCA"],
+        ["--env", "CUDA_VISIBLE_DEVICES"],
+    ):  # fmt: skip
         assert any(container[place : place + 2] == option for place in range(len(container)))
     assert run[0] == "torchrun" and run[run.index("--nnodes") + 1] == "4"
     assert run[run.index("--rdzv-endpoint") + 1] == "node-7:29500" and run[run.index("--rdzv-id") + 1] == "kl_cov"
@@ -82,7 +85,10 @@ def test_a_method_that_is_not_there_is_refused(size: str) -> None:
 def stand_ins(folder: Path, run: str) -> dict[str, str]:
     """An environment whose `srun` is the given shell code, and whose `scontrol` writes down what it is asked."""
     (folder / "srun").write_text(f'#!/usr/bin/env bash\necho "$@" > {folder}/srun.log\n{run}\n')
-    names = f'#!/usr/bin/env bash\nif [[ $1 == show ]]; then echo node-1; else echo "$@" >> {folder}/requeued; fi\n'
+    names = (  # of so many nodes that no pipe holds them all
+        "#!/usr/bin/env bash\n"
+        f'if [[ $1 == show ]]; then echo node-1; seq 30000; else echo "$@" >> {folder}/requeued; fi\n'
+    )
     (folder / "scontrol").write_text(names)
     for name in ("srun", "scontrol"):
         (folder / name).chmod(0o755)
@@ -122,6 +128,13 @@ def test_a_slurm_job_that_ends_by_itself_is_not_started_again(tmp_path: Path, co
     assert job.returncode == code and not (tmp_path / "requeued").exists()
     assert (tmp_path / "seen").read_text().split() == ["2", "node-1", "8", "12345-0", "22345"]
     assert "bash examples/launch.sh examples/qwen2.5_32b/grpo.yaml" in (tmp_path / "srun.log").read_text()
+
+
+def test_the_quick_start_leaves_gpus_alone() -> None:
+    """With one in sight its float32 model would be refused: Transformer Engine takes bfloat16."""
+    text = (ROOT / "examples/quickstart/run.sh").read_text()
+    assert re.search(r"^export .*\bCUDA_VISIBLE_DEVICES=$", text, flags=re.MULTILINE)
+    assert text.index("CUDA_VISIBLE_DEVICES=") < text.index("torchrun")
 
 
 def test_no_script_kills_by_name_or_names_a_host() -> None:

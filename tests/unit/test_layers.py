@@ -90,6 +90,9 @@ def test_megatron_accepts_the_config_of_transformer_engine_layers(tmp_path: Path
     )  # fmt: skip
     assert (config.fp8, config.fp8_recipe, config.fp8_amax_history_len) == ("hybrid", "delayed", 1024)
     assert config.bf16 and config.context_parallel_size == 2 and config.apply_rope_fusion
+    # Maxima are exchanged in each micro-batch, of which data-parallel ranks have different numbers: they would wait
+    # for each other for ever.
+    assert config.tp_only_amax_red
     assert not config.gradient_accumulation_fusion, "apex is not here"
     made.spec(config)
     assert engine == [{"qk_layernorm": True}] and made.packed and made.norm is torch.nn.RMSNorm

@@ -127,6 +127,8 @@ def test_a_step_is_bound_by_what_takes_longest() -> None:
         (LARGE, 8, [], "h100-80gb has 80"),
         (LARGE, 32, ["rollout.server_tensor=1"], "room for 0 tokens, one response needs 10240"),
         (LARGE, 32, ["rollout.server_tensor=3"], "does not divide the model's 40 attention heads"),
+        (LARGE, 32, ["rollout.server_tensor=10"], "1 x 10: a node has 8 GPUs that train"),
+        (SMALL, 8, ["rollout.servers=5"], "5 x 2: a node has 8 GPUs that train"),
         (SMALL, 8, ["data.max_prompt_length=200000"], "exceeds the 131070 positions"),
         (SMALL, 8, ["rollout.placement=separate"], "a plan needs rollout.servers"),
         (SMALL, 8, ["rollout.placement=separate", "rollout.servers=4"], "leaves no GPU of 8 to train on"),
@@ -142,6 +144,20 @@ def test_what_cannot_run_is_refused_with_its_reason(path: Path, gpus: int, overr
 def test_a_layer_does_not_spread_over_nodes() -> None:
     with pytest.raises(UserError, match="spreads each layer over nodes of 4 GPUs"):
         planned(LARGE, 32, gpus_per_node=4)
+
+
+def test_a_layer_does_not_spread_over_nodes_of_which_servers_have_a_part() -> None:
+    """Of 2 x 6 GPUs that train, the second four would be two of one node and two of the other."""
+    separate = ["rollout.placement=separate", "rollout.servers=1", "rollout.server_tensor=2"]
+    with pytest.raises(UserError, match="spreads each layer over nodes of 6 GPUs that train"):
+        planned(LARGE, 16, *separate, "parallel.tensor=4", "parallel.pipeline=1", gpu="h200-141gb")
+
+
+def test_as_many_colocated_servers_as_the_start_makes() -> None:
+    serving = planned(SMALL, 16, "rollout.servers=2").chosen.serving
+    assert serving is not None and serving.servers == 4  # two of each node
+    serving = planned(SMALL, 16, "rollout.server_tensor=7").chosen.serving
+    assert serving is not None and serving.servers == 2  # one of each node leaves a GPU without
 
 
 def test_separate_servers_have_gpus_of_their_own() -> None:
@@ -191,6 +207,9 @@ def test_a_config_that_does_not_fit_ends_with_its_reason_and_proposals(capsys: p
         (["--gpus", "8", "--gpu", "v100"], "--gpu v100 is not known; allowed: h100-80gb"),
         (["--gpus", "0"], "--gpus = 0 must be positive"),
         (["--gpus", "12"], "--gpus = 12 is no multiple of --gpus-per-node = 8"),
+        (["--gpus", "8", "--mean-response", "0"], "--mean-response = 0 must be positive"),
+        (["--gpus", "8", "--generation-rounds", "nan"], "--generation-rounds = nan must be positive"),
+        (["--gpus", "8", "--generation-rounds", "inf"], "--generation-rounds = inf must be positive"),
         (["model.path=nowhere/x", "--gpus", "8"], "no config.json in"),
     ],
 )

@@ -200,6 +200,29 @@ def test_demonstrations_end_with_the_end_token(tmp_path: Path, tokenizer: Any) -
         load_demonstrations([jsonl(tmp_path, row())], config, tokenizer)
 
 
+def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """With tensor parallelism its embedding would be zero and nobody would know."""
+    config = DataConfig(files=[jsonl(tmp_path, row(response="1;"))], chat_template=False)
+    largest = max(tokenizer("1+2=")["input_ids"])
+    assert load_prompts(config.files, config, tokenizer, vocabulary=largest + 1).prompts
+    with pytest.raises(
+        UserError, match=rf"row 1: column prompt has token id {largest} by this tokenizer; .* {largest}$"
+    ):
+        load_prompts(config.files, config, tokenizer, vocabulary=largest)
+    everything = [*tokenizer("1+2=1;")["input_ids"], tokenizer.eos_token_id]
+    assert load_demonstrations(config.files, config, tokenizer, vocabulary=max(everything) + 1)
+    with pytest.raises(UserError, match=r"row 1: column \w+ has token id"):
+        load_demonstrations(config.files, config, tokenizer, vocabulary=max(everything))
+
+
+def test_a_demonstration_beyond_the_models_positions_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """4 + 7 tokens, of which the last one predicts nothing."""
+    config = DataConfig(files=[jsonl(tmp_path, row(response="1+2=3;"))], chat_template=False)
+    assert len(load_demonstrations(config.files, config, tokenizer, max_positions=10)) == 1
+    with pytest.raises(UserError, match=r"row 1: column response and its prompt have 11 tokens; the model has 9 pos"):
+        load_demonstrations(config.files, config, tokenizer, max_positions=9)
+
+
 def prompt_set(size: int, fingerprint: str = "f" * 64) -> PromptSet:
     return PromptSet([Prompt(index, "s", [1], "0") for index in range(size)], 0, 0, fingerprint)
 

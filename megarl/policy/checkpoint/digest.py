@@ -83,7 +83,7 @@ def _shard_digest(shard: Shard) -> int:
     bits = _bits(shard.tensor)
     rows = _scrambled(torch.arange(bits.shape[0], device=bits.device) + shard.row)
     columns = _scrambled(torch.arange(bits.shape[1], device=bits.device) + shard.column + (1 << 40))
-    total = _sums(bits, 1) @ rows + _sums(bits, 0) @ columns
+    total = (_sums(bits, 1) * rows).sum() + (_sums(bits, 0) * columns).sum()  # CUDA has no product of integer vectors
     name = zlib.crc32(f"{shard.key} {shard.stacked}".encode())
     return int(total) * int(_scrambled(torch.tensor(name)))
 

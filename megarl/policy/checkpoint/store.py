@@ -84,7 +84,12 @@ class Checkpoints:
         # The writer's collectives run beside those of training, so they need a group of their own.
         self._group = dist.new_group(backend="gloo")
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="checkpoint",
+            initializer=torch.cuda.set_device,  # a new thread is on the node's first GPU, whatever its process is on
+            initargs=(torch.cuda.current_device(),),
+        )
         self._underway: _Save | None = None
         self._saved: set[int] = set()  # steps that this process knows to be whole on the disk
 

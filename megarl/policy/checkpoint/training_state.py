@@ -53,7 +53,7 @@ def load_state(policy: MegatronPolicy, folder: Path, facts: dict[str, Any]) -> N
     same_ranks = facts["world_size"] == dist.get_world_size()
     loaded = megatron_format.load(state | (_random_state() if same_ranks else {}), folder)
     for order, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded["model"][f"chunk_{order}"])
+        load_weights(chunk, loaded["model"][f"chunk_{order}"])
     if policy.optimizer is not None:
         _load_optimizer(policy, loaded["optimizer"], facts["optimizer_steps"])
         policy.schedule.num_steps = facts["schedule_updates"]
@@ -62,6 +62,18 @@ def load_state(policy: MegatronPolicy, folder: Path, facts: dict[str, Any]) -> N
     if same_ranks:
         _set_random_state(loaded["random"])
     _check_arrival(policy, facts)
+
+
+def load_weights(chunk: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Nothing; the model chunk has the weights. Raises RuntimeError when one is missing or has no place.
+
+    Transformer Engine's attention has an extra state, of which Megatron saves nothing.
+    """
+    found = chunk.load_state_dict(state, strict=False)
+    wrong = [f"missing {name}" for name in found.missing_keys if not name.endswith("._extra_state")]
+    wrong += [f"unexpected {name}" for name in found.unexpected_keys]
+    if wrong:
+        raise RuntimeError(f"the checkpoint's weights are not the model's: {'; '.join(wrong[:5])}")
 
 
 def _check_arrival(policy: MegatronPolicy, facts: dict[str, Any]) -> None:
@@ -103,7 +115,10 @@ def optimizer_steps(policy: MegatronPolicy) -> int:
     """Updates that AdamW has made, which all its parameters must agree on."""
     parts = _parts(policy)
     counts = [int(state["step"]) for part in parts for state in part.optimizer.state.values() if "step" in state]
-    counts += [int(group["step"]) for part in parts for group in part.param_groups if "step" in group]
+    # A fused optimizer does not count for a group of which this rank's shard holds no parameter.
+    counts += [
+        int(group["step"]) for part in parts for group in part.param_groups if "step" in group and group["params"]
+    ]
     if len(set(counts)) > 1:
         raise RuntimeError(f"parameters of the optimizer have made different numbers of steps: {sorted(set(counts))}")
     return counts[0] if counts else 0

@@ -41,7 +41,7 @@ def build_rank(
         place = present_place(rank)
         # Every tensor that is made has a shape and a format, and no memory.
         with FakeTensorMode():
-            config, chunks = build_model_chunks(shape, model, parallel, plain)
+            config, chunks = build_model_chunks(shape, model, parallel, plain, on_gpu=False)
             shards = shards_of(chunks, shape, layout, place.coordinates["pipeline"])
             distributed = optimizer.distributed and layout.data_size * layout.context_size > 1
             # Parameters are made in their format; the wrapper that converts what comes in and goes out holds none.
