@@ -106,6 +106,7 @@ class _Round:
         # Equal prompts side by side, longest first: what takes longest does not begin last.
         self._waiting = deque(sorted(range(len(requests)), key=self._need, reverse=True))
         self._attempts = [0] * len(requests)
+        self._carriers: dict[int, asyncio.Task[None]] = {}  # who still owes an answer to the request at a place
         self._unanswered = len(requests)
         cap = client.config.tail_cap if all(request.may_be_cut for request in requests) else None
         self._cut_at = None if cap is None else len(requests) - math.ceil(cap * len(requests))
@@ -190,6 +191,7 @@ class _Round:
             server.outstanding += need
             task = asyncio.create_task(self._request(place, server, name))
             server.open[task] = name
+            self._carriers[place] = task
             task.add_done_callback(partial(self._ended, server, place, need))
 
     def _ended(self, server: _Server, place: int, need: int, task: asyncio.Task[None]) -> None:
@@ -197,13 +199,15 @@ class _Round:
         server.outstanding -= need
         self._changed.set()
         if task.cancelled():
-            if self._failure is None:
+            # One that was only pausing after a failure has given its request back already.
+            if self._failure is None and self._carriers.get(place) is task:
                 self._again(place)
         elif (failure := task.exception()) is not None:
             self._failure = failure
 
     def _again(self, place: int) -> None:
         """Nothing; the request waits once more, or is given up where responses are being cut anyway."""
+        self._carriers.pop(place, None)
         if self._cutting:
             self._answered(place, NOTHING_YET)
             return
@@ -269,6 +273,7 @@ class _Round:
         self._again(place)
 
     def _answered(self, place: int, answer: Answer) -> None:
+        self._carriers.pop(place, None)
         self._unanswered -= 1
         self._client.counts.aborted += answer.finish_reason == "abort"
         self._on_answer(place, answer)
@@ -332,9 +337,8 @@ class _Round:
 
     def _judge(self, server: _Server, found: Condition, reason: str) -> None:
         before = server.condition
-        if before is Condition.CONDEMNED or (found is Condition.DOWN and self._client.switching):
+        if found is Condition.DOWN and self._client.switching:
             return
-        server.condition = found
         if found is Condition.DOWN:
             server.reason = reason
             if before in (Condition.USABLE, Condition.UNKNOWN):
@@ -342,6 +346,9 @@ class _Round:
                 logger.warning("SGLang server %s does not answer: %s", server.url, reason)
             for task in list(server.open):
                 task.cancel()
+        if before is Condition.CONDEMNED:
+            return
+        server.condition = found
         if found is not before:
             self._changed.set()
 
