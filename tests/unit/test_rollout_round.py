@@ -16,6 +16,8 @@ from megarl.rollout.sglang import client as client_module
 from megarl.rollout.sglang.client import Client, Condition, _Round, _ServerFault
 from megarl.rollout.sglang.wire import Answer, Model
 
+pytestmark = pytest.mark.timeout(60)  # a request that is answered twice keeps the round from ending
+
 ONE, OTHER = "http://one", "http://other"
 WHOLE = {
     "output_ids": [5, 7],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.launch import plan_launches
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.server import OwnedServer
+
+logger = logging.getLogger(__name__)
 
 MEMORY = ("kv_cache", "weights")
 
@@ -150,13 +153,19 @@ class RunServers:
         control = ServerControl(url, deadline=self._config.health_timeout)
         if not control.health(timeout=self._config.health_timeout):
             return None
-        return ServerPlace(url=url, tensor_size=int(control.server_info().get("tp_size", 1)))
+        try:
+            return ServerPlace(url=url, tensor_size=control.tensor_parallel_size())
+        except ServerError as error:
+            logger.warning("%s", error)
+            return None
 
     def _check_number(self, places: Sequence[ServerPlace]) -> None:
         """Nothing, or a UserError: at the start every server that the config names has to be there."""
         if not self._started and self._config.urls and len(places) < len(self._config.urls):
             missing = sorted(set(self._config.urls) - {place.url for place in places})
-            raise UserError(f"rollout.urls: {', '.join(missing)} does not answer its health check")
+            raise UserError(
+                f"rollout.urls: {', '.join(missing)} does not answer its health check as an SGLang server does"
+            )
 
 
 def version_at(place: ServerPlace) -> str | None:
