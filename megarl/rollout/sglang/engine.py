@@ -19,7 +19,7 @@ from megarl.rollout.in_process import end_ids
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.client import Client
 from megarl.rollout.sglang.fleet import RunServers, version_at
-from megarl.rollout.sglang.launch import interpreter, server_environment
+from megarl.rollout.sglang.launch import interpreter, reachable_host, server_environment
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.router import Router
 from megarl.rollout.sglang.weights import make_weight_sync
@@ -201,7 +201,7 @@ class SglangEngine:
                 workers,
                 server_environment(interpreter(self._config), ()),
                 self._folder / "router.log",
-                host="127.0.0.1",
+                host=reachable_host(),
                 start_timeout=self._config.start_timeout,
                 request_timeout=self._config.request_timeout,
             )

@@ -20,6 +20,7 @@ from megarl.rollout.sglang.server import OwnedServer
 
 logger = logging.getLogger(__name__)
 
+SECONDS_OF_SILENCE = 5.0  # before a wait is told
 MEMORY = ("kv_cache", "weights")
 
 
@@ -46,7 +47,9 @@ class RunServers:
         """
         if not self._started:
             self._wait_for_first_start()
-        deadline = time.monotonic() + self._config.outage_timeout
+        began = time.monotonic()
+        deadline = began + self._config.outage_timeout
+        told = False
         while True:
             found = [each for share in gather(self._own_usable()) for each in share]
             if found:
@@ -58,8 +61,11 @@ class RunServers:
             if any(gather(time.monotonic() > deadline)):
                 raise RunStopped(
                     f"no rollout server was healthy within rollout.outage_timeout = {self._config.outage_timeout:g} s "
-                    f"({', '.join(self._config.urls) or 'servers of this run, see their logs'})"
+                    f"({self._names()})"
                 )
+            if not told and time.monotonic() - began > SECONDS_OF_SILENCE:
+                logger.warning("waiting for a rollout server that answers (%s)", self._names())
+                told = True
             time.sleep(0.5)
 
     def restart(self, condemned: dict[str, str]) -> None:
@@ -115,6 +121,9 @@ class RunServers:
             with ThreadPoolExecutor(max_workers=len(self.owned)) as pool:
                 list(pool.map(OwnedServer.close, self.owned))
         self.owned = []
+
+    def _names(self) -> str:
+        return ", ".join(self._config.urls) or "servers of this run, see their logs"
 
     def _wait_for_first_start(self) -> None:
         failure: UserError | None = None

@@ -68,8 +68,8 @@ class OwnedServer:
         while not self._ready.wait(timeout=0.1):
             if self._failure is not None:
                 raise UserError(self._failure)
-            if self._closing.is_set():
-                raise RuntimeError("waiting for a server that was closed")
+            if self._closing.is_set() or not self._thread.is_alive():
+                raise RuntimeError("waiting for a server that nobody starts any more")
 
     def condemn(self, reason: str) -> None:
         """Nothing; the server is restarted, because of something that a health check cannot see."""
@@ -103,16 +103,18 @@ class OwnedServer:
         """Nothing; the server and all its processes are gone."""
         self._closing.set()
         self._woken.set()
+        if self._process is not None:
+            self._process.stop()  # which ends a health check that it does not answer
         self._thread.join()
         if self._process is not None:
-            self._process.stop()
+            self._process.stop()  # one that was being started
 
     def _keep_alive(self) -> None:
         pause = 1.0
         while not self._closing.is_set():
             try:
                 self._start()
-            except StartFailed as failure:
+            except (StartFailed, UserError, OSError) as failure:
                 if self._incarnation == 0:
                     self._failure = str(failure)
                     return
@@ -126,7 +128,7 @@ class OwnedServer:
             self._ready.set()
             reason = self._until_it_fails()
             self._ready.clear()
-            if reason is not None:
+            if reason is not None and not self._closing.is_set():
                 logger.warning("SGLang server %s %s: restarting it (log: %s)", self.place.url, reason, self._plan.log)
                 self._restarts += 1
                 assert self._process is not None
