@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.data.samples import Prompt
+from megarl.errors import StopAsked
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.sglang import client as client_module
@@ -37,13 +39,16 @@ def requests(count: int) -> list[GenerationRequest]:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[Answer]]]:
     """Runs one round against servers that are two functions; each request's answers."""
 
-    def run(count: int, post: Any, probe: Any, **settings: Any) -> list[list[Answer]]:
+    def run(
+        count: int, post: Any, probe: Any, *, before: Callable[[Client], None] = lambda client: None, **settings: Any
+    ) -> list[list[Answer]]:
         monkeypatch.setattr(_Round, "_post", lambda self, server, body: post(server.url, body))
         monkeypatch.setattr(_Round, "_probe", lambda self, server, call: probe(server.url))
         config = RolloutConfig(engine="sglang", health_interval=0.05, **settings)
         client = Client(config, Model(50, 100, frozenset({7})))
         client.urls = client.workers = [ONE, OTHER]
         client.versions = {"run-0": 0}
+        before(client)
         answers: list[list[Answer]] = [[] for _ in range(count)]
         client.generate(requests(count), lambda place, answer: answers[place].append(answer))
         return answers
@@ -96,3 +101,19 @@ def test_requests_at_a_server_that_was_left_out_do_not_wait_for_it_when_it_hangs
     answers = rounds(12, post, probe_other, max_attempts=20)
     assert [len(each) for each in answers] == [1] * 12
     assert time.monotonic() - began < 20
+
+
+def test_requests_are_given_up_when_the_run_is_asked_to_stop(rounds: Callable[..., list[list[Answer]]]) -> None:
+    async def post(url: str, body: Any) -> Any:
+        await asyncio.sleep(600)
+
+    async def probe(url: str) -> tuple[Condition, str]:
+        return Condition.USABLE, ""
+
+    def stop(client: Client) -> None:
+        threading.Timer(0.3, lambda: setattr(client, "stopped", True)).start()
+
+    began = time.monotonic()
+    with pytest.raises(StopAsked):
+        rounds(4, post, probe, before=stop)
+    assert time.monotonic() - began < 5

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.errors import UserError
+from megarl.errors import StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.sglang import engine as engine_module
 from megarl.rollout.sglang import launch
 from megarl.rollout.sglang.engine import SglangEngine
+from megarl.rollout.sglang.fleet import RunServers
 from megarl.rollout.sglang.launch import reachable_host
 from megarl.rollout.sglang.server import OwnedServer
 from tests.server_processes import launch_plan
@@ -67,3 +70,22 @@ def test_no_free_port_left_is_one_line_and_no_endless_wait(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"rollout.port = 65536: no port from there on is free"):
         server.wait_until_ready()
     server.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_wait_for_servers_is_given_up_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.chmod(0o755)
+    config = RolloutConfig(engine="sglang", server_python=str(python), start_timeout=500.0)
+    servers = RunServers(config, str(tmp_path), seed=1, folder=tmp_path)
+    threading.Timer(0.3, servers.give_up).start()
+    began = time.monotonic()
+    with pytest.raises(StopAsked):
+        servers.usable()
+    servers.close()
+    assert time.monotonic() - began < 20
+    gone = RunServers(RolloutConfig(engine="sglang", urls=["http://127.0.0.1:9"]), "model", seed=1, folder=tmp_path)
+    threading.Timer(0.3, gone.give_up).start()
+    with pytest.raises(StopAsked):
+        gone.usable()

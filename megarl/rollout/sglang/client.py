@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from megarl.errors import RunStopped, UserError
+from megarl.errors import RunStopped, StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.sglang.wire import Answer, Model, Nonsense, StaleWeights, generate_body, parse_answer
@@ -76,6 +76,7 @@ class Client:
         self.urls: list[str] = []  # where requests go: workers, or one router
         self.workers: list[str] = []  # where control calls go
         self.versions: Mapping[str, int] = {}  # labels of the weights that answers may come from
+        self.stopped = False  # nobody wants answers any more
         self.switching = False  # weights are being handed over: servers may be silent
         self.counts = Counts()
         self.condemned: dict[str, str] = {}  # servers whose answers were wrong, with the reason
@@ -90,7 +91,7 @@ class Client:
 
         It is called in the order in which answers arrive, with finish reason `abort` for what the cap on long tails
         cut. Raises UserError for a request that the servers refuse, RunStopped when no server answers for
-        `outage_timeout` or one response fails `max_attempts` times.
+        `outage_timeout` or one response fails `max_attempts` times, StopAsked once `stopped` is set.
         """
         if requests:
             asyncio.run(_Round(self, requests, on_answer).run())
@@ -132,6 +133,8 @@ class _Round:
         outage_began: float | None = None
         await self._settle()
         while self._unanswered and self._failure is None:
+            if self._client.stopped:
+                raise StopAsked("generation was given up")
             self._dispatch()
             conditions = {server.condition for server in self._servers}
             busy = any(server.open for server in self._servers)

@@ -117,6 +117,11 @@ class SglangEngine:
         if self._config.lag == 0:
             self._servers.release_memory()
 
+    def stop_generating(self) -> None:
+        """Nothing; `generate`, or a wait for servers, raises StopAsked in about a second. Any thread may call it."""
+        self._client.stopped = True
+        self._servers.give_up()
+
     def take_metrics(self) -> dict[str, float]:
         """What this rank counted since the last call; sums over ranks are the run's."""
         counts = asdict(self._client.take_counts())

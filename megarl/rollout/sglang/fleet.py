@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megarl.errors import RunStopped, UserError
+from megarl.errors import RunStopped, StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.control import ServerControl
@@ -38,12 +39,17 @@ class RunServers:
         self._longest: dict[ServerPlace, int] = {}
         self._released: set[ServerPlace] = set()
         self._started = False
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Nothing; nobody waits for servers any more: `usable` raises StopAsked where it would. Any thread."""
+        self._given_up.set()
 
     def usable(self) -> list[ServerPlace]:
         """The healthy servers of the run, in the same order on every rank; collective.
 
         Waits for all at the first call, later for one. Raises UserError when one does not start, RunStopped when none
-        is healthy within rollout.outage_timeout.
+        is healthy within rollout.outage_timeout, StopAsked when the wait is given up on any rank.
         """
         if not self._started:
             self._wait_for_first_start()
@@ -58,7 +64,10 @@ class RunServers:
                 self._started = True
                 self.longest_sequence = min(longest for _, longest in found)
                 return places
-            if any(gather(time.monotonic() > deadline)):
+            late = gather((time.monotonic() > deadline, self._given_up.is_set()))
+            if any(given_up for _, given_up in late):
+                raise StopAsked("a wait for servers was given up")
+            if any(is_late for is_late, _ in late):
                 raise RunStopped(
                     f"no rollout server was healthy within rollout.outage_timeout = {self._config.outage_timeout:g} s "
                     f"({self._names()})"
@@ -129,7 +138,7 @@ class RunServers:
         failure: UserError | None = None
         try:
             for server in self.owned:
-                server.wait_until_ready()
+                server.wait_until_ready(self._given_up)
         except UserError as error:
             failure = error
         for each in gather(failure):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megarl.errors import UserError
+from megarl.errors import StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.errors import ServerError
@@ -63,9 +63,11 @@ class OwnedServer:
         """Process id of the server's main process, which leads its process group."""
         return self._process.pid if self._process is not None else None
 
-    def wait_until_ready(self) -> None:
-        """Nothing; the server is healthy. Raises UserError when its first start failed."""
+    def wait_until_ready(self, given_up: threading.Event | None = None) -> None:
+        """Nothing; the server is healthy. Raises UserError when its first start failed, StopAsked once `given_up`."""
         while not self._ready.wait(timeout=0.1):
+            if given_up is not None and given_up.is_set():
+                raise StopAsked("a start of servers was given up")
             if self._failure is not None:
                 raise UserError(self._failure)
             if self._closing.is_set() or not self._thread.is_alive():
