@@ -149,10 +149,12 @@ class RunLogger:
         pq.write_table(pa.Table.from_pylist(rows, schema=TOKEN_COLUMNS), path)
 
     def close(self) -> None:
-        """Nothing; closes all files."""
-        self._metrics.close()
-        self._law.close()
-        self._tensorboard.close()
+        """Nothing; closes all files. What a full disk no longer takes is told, and keeps nothing else from its end."""
+        for file in (self._metrics, self._law, self._tensorboard):
+            try:
+                file.close()
+            except OSError as error:
+                logger.warning("%s: the last records are not there: %s", self.folder, error.strerror or error)
         logging.getLogger("megarl").removeHandler(self._log)
         self._log.close()
 
