@@ -117,3 +117,31 @@ def test_requests_are_given_up_when_the_run_is_asked_to_stop(rounds: Callable[..
     with pytest.raises(StopAsked):
         rounds(4, post, probe, before=stop)
     assert time.monotonic() - began < 5
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again(
+    rounds: Callable[..., list[list[Answer]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SECONDS_BETWEEN_ABORTS", 0.2)
+    known: list[str] = []  # requests that have come to a server
+    aborted: dict[str, asyncio.Event] = {}
+
+    async def post(url: str, body: Any) -> Any:
+        if len(known) < 3:
+            known.append(body["rid"])
+            return WHOLE
+        await asyncio.sleep(0.3)
+        known.append(body["rid"])
+        await aborted.setdefault(body["rid"], asyncio.Event()).wait()
+        return {**WHOLE, "meta_info": {**WHOLE["meta_info"], "finish_reason": {"type": "abort"}}}
+
+    async def ask_to_abort(self: Any, url: str, name: str) -> None:
+        if name in known:
+            aborted[name].set()
+
+    async def probe(url: str) -> tuple[Condition, str]:
+        return Condition.USABLE, ""
+
+    monkeypatch.setattr(_Round, "_ask_to_abort", ask_to_abort)
+    answers = rounds(4, post, probe, tail_cap=0.75)
+    assert [len(each) for each in answers] == [1] * 4

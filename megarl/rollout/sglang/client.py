@@ -28,7 +28,7 @@ OnAnswer = Callable[[int, Answer], None]  # (place of the request, its answer)
 
 FAILURES_TO_CONDEMN = 3  # in a row, at one server
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds before a server that failed is asked again
-ABORT_TIMEOUT = 10.0
+ABORT_TIMEOUT, SECONDS_BETWEEN_ABORTS = 10.0, 2.0
 SECONDS_TO_SETTLE = 1.0
 NOTHING_YET = Answer([], [], "abort", [])
 
@@ -293,13 +293,19 @@ class _Round:
         for server in self._servers:
             # A router does not pass aborts on, nor tell which worker has the request.
             urls = self._client.workers if self._config.router else [server.url]
-            for name in server.open.values():
+            for request, name in server.open.items():
                 for url in urls:
-                    task = asyncio.create_task(self._abort(url, name))
+                    task = asyncio.create_task(self._abort(url, name, request))
                     self._aborts.add(task)
                     task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, url: str, name: str) -> None:
+    async def _abort(self, url: str, name: str, request: asyncio.Task[None]) -> None:
+        """Nothing; the request has ended. An abort that overtakes it on its way to the server has no effect there."""
+        while not request.done():
+            await self._ask_to_abort(url, name)
+            await asyncio.wait([request], timeout=SECONDS_BETWEEN_ABORTS)
+
+    async def _ask_to_abort(self, url: str, name: str) -> None:
         timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT)
         try:
             async with self._http.post(f"{url}/abort_request", json={"rid": name}, timeout=timeout) as response:
