@@ -150,9 +150,10 @@ class RunLogger:
 
     def close(self) -> None:
         """Nothing; closes all files. What a full disk no longer takes is told, and keeps nothing else from its end."""
-        for file in (self._metrics, self._law, self._tensorboard):
+        closings: list[Callable[[], Any]] = [self._metrics.close, self._law.close, self._tensorboard.close]
+        for close in closings:
             try:
-                file.close()
+                close()
             except OSError as error:
                 logger.warning("%s: the last records are not there: %s", self.folder, error.strerror or error)
         logging.getLogger("megarl").removeHandler(self._log)
