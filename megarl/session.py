@@ -292,8 +292,7 @@ class Session:
     def evaluate(self, step: int, *, final: bool) -> dict[str, float]:
         """The metrics of all held-out sets under the weights that the engine serves."""
         folder = Path(self.config.run.folder) / "evaluation" / f"step_{step:06d}" if self.records else None
-        with writing(f"run.folder = {self.config.run.folder}"):
-            return evaluate_sets(self, (self.config.run.seed, EVALUATION, step), folder, final=final)
+        return evaluate_sets(self, (self.config.run.seed, EVALUATION, step), folder, final=final)
 
     def barrier(self) -> None:
         """Nothing; every rank has come here."""

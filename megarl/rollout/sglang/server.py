@@ -68,9 +68,10 @@ class OwnedServer:
         while not self._ready.wait(timeout=0.1):
             if given_up is not None and given_up.is_set():
                 raise StopAsked("a start of servers was given up")
+            works = self._thread.is_alive()  # looked at first: it says why it failed before it ends
             if self._failure is not None:
                 raise UserError(self._failure)
-            if self._closing.is_set() or not self._thread.is_alive():
+            if self._closing.is_set() or not works:
                 raise RuntimeError("waiting for a server that nobody starts any more")
 
     def condemn(self, reason: str) -> None:
