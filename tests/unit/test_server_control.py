@@ -108,7 +108,7 @@ def weights() -> NamedTensors:
 
 def sync_of(way: str, tmp_path: Path, **settings: Any) -> WeightSync:
     (tmp_path / "model").mkdir(exist_ok=True)
-    config = RolloutConfig(engine="sglang", sync=way, verify_sync="off", sync_timeout=20.0, **settings)
+    config = RolloutConfig(engine="sglang", sync=way, sync_timeout=20.0, **{"verify_sync": "off", **settings})
     return make_weight_sync(config, weights().shapes, model_folder=tmp_path / "model", run_folder=tmp_path)
 
 
@@ -163,3 +163,17 @@ def test_weights_that_a_killed_run_left_on_disk_go_unless_other_runs_share_the_f
     assert left.exists() == shared and (left.parent / "run-0").is_dir()
     sync.close()
     assert not (left.parent / "run-0").exists()
+
+
+def test_checksums_of_a_server_on_a_gpu_are_refused_and_no_restart(
+    stub: tuple[str, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
+    url, answers, _ = stub
+    answers["model_info"] = {"weight_version": "run-0"}
+    answers["weights_checker"] = {"success": True, "ranks": [{"checksums": {"model.norm.weight": "0"}}]}
+    sync = sync_of("http", tmp_path, verify_sync="checksum")
+    answers["server_info"] = {"device": "cpu"}
+    assert "checksums after the hand-over" in sync.push(weights(), "run-0", [ServerPlace(url)]).failed[url]
+    answers["server_info"] = {"device": "cuda"}
+    with pytest.raises(UserError, match=r"verify_sync = checksum: .* runs on cuda, .*allowed there: off, probe"):
+        sync.push(weights(), "run-0", [ServerPlace(url)])

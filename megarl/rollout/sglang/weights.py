@@ -241,15 +241,15 @@ def _check_version(server: ServerControl, version: str) -> None:
 
 
 def _check_checksums(server: ServerControl, ours: Mapping[str, str]) -> None:
-    if (device := server.device()) != "cpu":
-        raise UserError(
-            f"rollout.verify_sync = checksum: {server.url} runs on {device}, where SGLang uses another hash; allowed "
-            "there: off, probe"
-        )
     ranks = server.checksums()
     if len(ranks) > 1:
         raise UserError(f"rollout.verify_sync = checksum: {server.url} has {len(ranks)} tensor-parallel ranks, not 1")
     problems = checksum_problems(ours, ranks[0])
+    if problems and (device := server.device()) != "cpu":
+        raise UserError(
+            f"rollout.verify_sync = checksum: {server.url} runs on {device}, where SGLang uses another hash; allowed "
+            "there: off, probe"
+        )
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ServerError(server.url, "weights_checker", 200, f"checksums after the hand-over: {shown}")
