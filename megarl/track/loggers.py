@@ -150,14 +150,15 @@ class RunLogger:
 
     def close(self) -> None:
         """Nothing; closes all files. What a full disk no longer takes is told, and keeps nothing else from its end."""
-        closings: list[Callable[[], Any]] = [self._metrics.close, self._law.close, self._tensorboard.close]
+        logging.getLogger("megarl").removeHandler(self._log)
+        closings: list[Callable[[], Any]] = [
+            self._metrics.close, self._law.close, self._tensorboard.close, self._log.close,
+        ]  # fmt: skip
         for close in closings:
             try:
                 close()
             except OSError as error:
                 logger.warning("%s: the last records are not there: %s", self.folder, error.strerror or error)
-        logging.getLogger("megarl").removeHandler(self._log)
-        self._log.close()
 
 
 def drop_records(folder: Path, next_step: int) -> None:

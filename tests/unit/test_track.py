@@ -226,6 +226,7 @@ def test_lines_that_a_crash_left_are_dropped_with_a_warning(tmp_path: Path, capl
     assert "metrics.jsonl: 3 lines that are no records" in caplog.text and "law.csv: 1 lines" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread meets it too
 def test_a_full_disk_is_one_line_and_closing_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     records = RunLogger(tmp_path)
     records.log(0, {"reward/mean": 0.25})
