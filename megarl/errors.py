@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -18,6 +19,19 @@ class RunStopped(UserError):
     """Something outside the run keeps it from going on: one line that says what, and for how long it was waited for."""
 
     exit_code = 1
+
+
+class StopAsked(RunStopped):
+    """The run was asked to stop while responses were being generated; they are given up."""
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """While inside, an OSError (full disk, no permission) becomes a UserError: `what` cannot be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 def exits_cleanly_on_user_error(main: Callable[..., None]) -> Callable[..., None]:

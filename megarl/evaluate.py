@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import EvaluationSet, RunConfig, load_config
 from megarl.data.samples import Prompt, Sample
-from megarl.errors import UserError, exits_cleanly_on_user_error
+from megarl.errors import UserError, exits_cleanly_on_user_error, writing
 from megarl.estimators import average_at_k, averages_over_sets, ks_of, majority, mean_and_error, pass_chances
 from megarl.responses import Journal, Response, write_responses
 from megarl.reward.math import answer_key
@@ -183,9 +183,10 @@ def _finish(session: Session, finished: Mapping[int, Response], folder: Path | N
         responses = by_set[task.settings.name]
         metrics |= summarise(task.settings.name, responses)
         if folder is not None and session.layout.rank == 0:
-            write_responses(
-                folder / f"{task.settings.name}.parquet", responses, [prompt.text for prompt in task.prompts]
-            )
+            with writing(folder):
+                write_responses(
+                    folder / f"{task.settings.name}.parquet", responses, [prompt.text for prompt in task.prompts]
+                )
     accuracy = {
         name: (metrics[f"eval/{name}/accuracy"], metrics[f"eval/{name}/accuracy_stderr"])
         for name in (task.settings.name for task in session.evaluation_tasks)

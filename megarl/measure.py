@@ -22,6 +22,8 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
     `version` is that of the policy's present weights.
     """
     generated = rollout.generated
+    if not generated:  # all were cut, and wait for their rest
+        return {}
     metrics = {
         "reward/mean": statistics.fmean(sample.reward for sample in generated),
         "rollout/response_length": statistics.fmean(sample.response_length for sample in generated),

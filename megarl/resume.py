@@ -31,6 +31,7 @@ HARMLESS = {
     "loop.save_hf": "an output",
     "checkpoint.*": "what is saved",
     "evaluation.every": "when it is measured",
+    "evaluation.responses_per_call": "how the work is cut",
     "parallel.*": "the checkpoint is cut anew; sums may round differently",
     "policy.*": "how the work is cut; sums may round differently",
     "model.path": "weights and sizes come from the checkpoint",
@@ -55,6 +56,11 @@ HARMLESS = {
     "rollout.sync*": "how weights travel",
     "rollout.verify_sync": "how weights are checked",
     "rollout.max_logprob_diff": "when the run gives up",
+    "reward.workers": "how grading is carried out",
+    "reward.queue_size": "how grading is carried out",
+    "reward.remote.*": "how grading is carried out",
+    "reward.sandbox.url": "how grading is carried out",
+    "reward.sandbox.concurrency": "how grading is carried out",
 }
 LENGTH = ("loop.steps", "sft.updates")
 DECAYING = ("linear", "cosine")
@@ -81,12 +87,26 @@ class RunState:
         return state
 
 
+def check_length(state: RunState, length: int, key: str, folder: str) -> None:
+    """Nothing, or a UserError when the saved run is longer than this config wants it to be."""
+    if state.step > length:
+        raise UserError(
+            f"run.folder = {folder} holds a run that is at step {state.step} already; {key} = {length} must be at "
+            "least that, or choose another folder"
+        )
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether an earlier run left its config or checkpoints in the folder."""
+    return (folder / "config.yaml").is_file() or bool(files.saved_steps(folder / CHECKPOINTS))
+
+
 def check_earlier_run(folder: Path, kind: str, config: BaseModel, shape: ModelShape) -> None:
     """Nothing, or a UserError when the folder holds a run that this config does not go on with.
 
     Reads only, and gives the same answer on every rank.
     """
-    if not (folder / "config.yaml").is_file():
+    if not holds_run(folder):
         return
     manifest = _newest_readable(folder / CHECKPOINTS)
     if manifest is not None:
@@ -94,6 +114,8 @@ def check_earlier_run(folder: Path, kind: str, config: BaseModel, shape: ModelSh
             raise UserError(f"run.folder = {folder} holds a run of megarl.{manifest.kind}, not of megarl.{kind}")
         check_model(manifest, shape, files.step_folder(folder / CHECKPOINTS, manifest.step))
         saved = manifest.config
+    elif not (folder / "config.yaml").is_file():
+        return  # what is wrong with the checkpoints is told when they are examined
     else:
         saved = _saved_config(folder)
     compare_configs(folder, saved, config)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megarl.config import RunConfig, SftConfig, save_config
 from megarl.data.prompts import PromptCursor, PromptSet, load_prompts
 from megarl.data.samples import Prompt, Sample
-from megarl.errors import UserError
+from megarl.errors import UserError, writing
 from megarl.evaluate import EvaluationTask, evaluate_sets, evaluation_task
 from megarl.law.live import Point, budget_warning
 from megarl.policy.checkpoint import Checkpoints
@@ -28,7 +28,7 @@ from megarl.policy.megatron import MegatronPolicy
 from megarl.policy.model import ModelShape, read_model_shape
 from megarl.policy.parallel import Layout, check_gpus, check_layout, initialize, job_world_size, shutdown
 from megarl.policy.precision import check_precision
-from megarl.resume import CHECKPOINTS, RunState, check_earlier_run
+from megarl.resume import CHECKPOINTS, RunState, check_earlier_run, check_length, holds_run
 from megarl.reward.gold import gold_check
 from megarl.reward.grading import Grader
 from megarl.reward.shaping import shape_rewards
@@ -70,7 +70,7 @@ def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelSha
         try:
             path.mkdir(parents=True, exist_ok=True)
             claim(path)
-            if config.run.overwrite and (path / "config.yaml").exists():
+            if config.run.overwrite and holds_run(path):
                 _empty(path)
             save_config(config, path / "config.yaml")
         except OSError as error:
@@ -164,6 +164,7 @@ class Session:
         cursor = PromptCursor(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         checkpoints = open_checkpoints("train", config, policy, layout) if trains else None
         state = RunState.of(checkpoints.restore() if checkpoints else None)
+        check_length(state, config.loop.steps, "loop.steps", config.run.folder)
         if state.cursor is not None:
             cursor.load_state_dict(state.cursor)
         engine = build_engine(
@@ -268,7 +269,8 @@ class Session:
         assert self.checkpoints is not None
         if state.step > 0:
             if self.records is not None:
-                self.records.flush_to_disk()
+                with writing(f"run.folder = {self.records.folder}"):
+                    self.records.flush_to_disk()
             self.checkpoints.save(state.step, asdict(state))
 
     def finish_saving(self) -> None:
@@ -324,12 +326,13 @@ class Session:
         """Nothing; on rank 0 the step goes to metrics.jsonl, TensorBoard, law.csv, the sample dumps and the console."""
         if self.records is None or self.console is None:
             return
-        self.records.log(step, metrics)
         first_set = next((f"eval/{task.settings.name}/accuracy" for task in self.evaluation_tasks), None)
-        if first_set in metrics and "entropy/seq_mean" in metrics:
-            self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
-            self.records.samples(step, samples)
-            self.records.tokens(step, samples, self.tokenizer)
+        with writing(f"run.folder = {self.records.folder}"):
+            self.records.log(step, metrics)
+            if first_set in metrics and "entropy/seq_mean" in metrics:
+                self.records.law_point(step, metrics["entropy/seq_mean"], metrics[first_set])
+                self.records.samples(step, samples)
+                self.records.tokens(step, samples, self.tokenizer)
         self.console.step(step, metrics)
 
     def close(self) -> None:

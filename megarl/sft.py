@@ -15,7 +15,7 @@ import torch
 from megarl.config import SftConfig, load_config
 from megarl.data.prompts import DemonstrationCursor, load_demonstrations
 from megarl.data.samples import Sample
-from megarl.errors import exits_cleanly_on_user_error
+from megarl.errors import exits_cleanly_on_user_error, writing
 from megarl.objective.losses import token_weights
 from megarl.objective.objective import likelihood_loss
 from megarl.policy.checkpoint import Checkpoints
@@ -23,7 +23,7 @@ from megarl.policy.megatron import MegatronPolicy, TokenTable
 from megarl.policy.model import read_model_shape
 from megarl.policy.parallel import check_gpus, check_layout, initialize, job_world_size, shutdown
 from megarl.policy.precision import check_precision
-from megarl.resume import RunState
+from megarl.resume import RunState, check_length
 from megarl.session import (
     load_tokenizer,
     logger,
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         checkpoints = open_checkpoints("sft", config, policy, layout)
         cursor = DemonstrationCursor(demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
         state = RunState.of(checkpoints.restore())
+        check_length(state, config.sft.updates, "sft.updates", config.run.folder)
         if state.cursor is not None:
             cursor.load_state_dict(state.cursor)
         if train(config, policy, cursor, checkpoints, stop, first=state.step):
@@ -97,7 +98,8 @@ def train(
         signal = stop.agreed()
         if step > 0 and (signal or step % config.checkpoint.every == 0 or step == total):
             if records is not None:
-                records.flush_to_disk()
+                with writing(f"run.folder = {records.folder}"):
+                    records.flush_to_disk()
             trackers = records.trackers() if records else {}
             state = RunState(step, cursor.state_dict(), sampling_key=[config.run.seed, step], trackers=trackers)
             checkpoints.save(step, asdict(state))
@@ -110,7 +112,8 @@ def train(
             metrics = update(policy, cursor.take(config.sft.batch_size))
         metrics |= clock.metrics()
         if records is not None and console is not None:
-            records.log(step, metrics)
+            with writing(f"run.folder = {records.folder}"):
+                records.log(step, metrics)
             console.step(step, metrics)
     checkpoints.finish()
     if signal:

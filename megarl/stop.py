@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
+        self.give_up: Callable[[], None] = lambda: None  # called once, by a thread, when the first signal comes
         self._name: str | None = None
         self._asked_at = 0.0
 
@@ -57,5 +59,6 @@ class StopRequest:
                 continue
             if self._name is None:
                 self._name, self._asked_at = signal.Signals(number).name, time.monotonic()
+                self.give_up()
             elif time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
                 os._exit(128 + number)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megarl.config import RunConfig, load_config
-from megarl.errors import RunStopped, exits_cleanly_on_user_error
+from megarl.errors import RunStopped, StopAsked, exits_cleanly_on_user_error
 from megarl.law.live import law_metrics
 from megarl.learn import learn
 from megarl.measure import measure_rollout
@@ -26,8 +26,8 @@ from megarl.track.clock import PhaseClock
 def train(session: Session, stop: StopRequest) -> None:
     """Nothing; runs the steps of the session's config that are left, and leaves records and checkpoints in its folder.
 
-    When asked to stop, it saves and returns: at once between steps, else before the step's first update or after its
-    last one.
+    When asked to stop, it saves and returns: at once between steps and while responses are generated, else before the
+    step's first update or after its last one.
     """
     config = session.config
     for warning in objective_warnings(config.objective, config.loop.updates_per_step):
@@ -67,6 +67,9 @@ def train(session: Session, stop: StopRequest) -> None:
             state = session.state_before(step + 1, law_points)
             metrics |= rollouts.metrics() | clock.metrics()
             session.record(step, metrics, rollout.samples)
+    except StopAsked:
+        session.stops(stop, state)  # nothing of the step that was begun was trained on
+        return
     except RunStopped:
         session.save(state)  # no server answered: nothing of the step that was begun is lost but its responses
         session.finish_saving()
@@ -88,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path, overrides = one_config_argument("megarl.train", given)
     with StopRequest() as stop:
         session = Session.start(load_config(path, overrides, RunConfig))
+        stop.give_up = session.rollouts.engine.stop_generating
         try:
             train(session, stop)
         finally:

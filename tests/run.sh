@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Ranks share the cores of one machine: one thread each, and waiting threads sleep.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+# The tests are written for CPUs, also where there are GPUs.
+export CUDA_VISIBLE_DEVICES=
 
 venv="$(bash tools/make_environment.sh dev,report,sglang,code,data)"
 MEGARL_SGLANG_VENV="$(bash tools/install_sglang_cpu.sh)"

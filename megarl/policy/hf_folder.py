@@ -101,16 +101,23 @@ class HfFolderWriter:
         if self._part.exists():
             shutil.rmtree(self._part)
         try:
-            self._part.mkdir(parents=True)
-            needed, free = sum(spec.bytes for spec in self._specs.values()), shutil.disk_usage(self._part).free
-            if needed > free:
-                raise UserError(f"{self._folder}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
-            copy_side_files(self._side_files, self._part)
-            self._write_config()
-            self._open_files()
+            self._begin()
         except OSError as error:
-            raise UserError(f"{self._folder} cannot be written: {error.strerror}") from error
+            shutil.rmtree(self._part, ignore_errors=True)
+            raise UserError(f"{self._folder} cannot be written: {error.strerror or error}") from error
+        except BaseException:
+            shutil.rmtree(self._part, ignore_errors=True)
+            raise
         return self
+
+    def _begin(self) -> None:
+        self._part.mkdir(parents=True)
+        needed, free = sum(spec.bytes for spec in self._specs.values()), shutil.disk_usage(self._part).free
+        if needed > free:
+            raise UserError(f"{self._folder}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
+        copy_side_files(self._side_files, self._part)
+        self._write_config()
+        self._open_files()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Nothing; the tensor is on its way to the disk."""
@@ -128,9 +135,15 @@ class HfFolderWriter:
         try:
             for writer in set(self._writers.values()):
                 writer.close()
-        except (OSError, ValueError):
+            self._take_its_place()
+        except OSError as failure:
+            shutil.rmtree(self._part, ignore_errors=True)
+            raise UserError(f"{self._folder} cannot be written: {failure.strerror or failure}") from failure
+        except ValueError:
             shutil.rmtree(self._part)
             raise
+
+    def _take_its_place(self) -> None:
         before = self._folder.with_name(self._folder.name + ".old")
         if self._folder.exists():
             self._folder.rename(before)

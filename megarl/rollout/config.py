@@ -6,6 +6,21 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# Arguments of sglang.launch_server that the run itself must know, and the key that says the same.
+GIVEN_BY_THE_RUN = {
+    "--host": "none",
+    "--port": "rollout.port",
+    "--served-model-name": "none",
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--tp-size": "rollout.server_tensor",
+    "--tensor-parallel-size": "rollout.server_tensor",
+    "--tp": "rollout.server_tensor",
+    "--dtype": "rollout.dtype",
+    "--weight-version": "none",
+    "--api-key": "none",
+}
+
 
 class RolloutConfig(BaseModel):
     """How responses are generated."""
@@ -43,7 +58,9 @@ class RolloutConfig(BaseModel):
         None, description="Python interpreter that has sglang; None: the one that trains."
     )
     server_args: list[str] = Field(
-        default_factory=list, description="More arguments of sglang.launch_server; they win over megarl's own."
+        default_factory=list,
+        description="More arguments of sglang.launch_server; they win over megarl's own. What the run must know is "
+        "refused: port, tensor-parallel size, number format and the like have keys of their own.",
     )
     port: int = Field(
         0,
@@ -128,6 +145,24 @@ class RolloutConfig(BaseModel):
         if len({url.rstrip("/") for url in urls}) != len(urls):
             raise ValueError("the addresses must differ")
         return [url.rstrip("/") for url in urls]
+
+    @field_validator("server_args")
+    @classmethod
+    def _leave_what_the_run_says(cls, arguments: list[str]) -> list[str]:
+        given = {argument.partition("=")[0] for argument in arguments}
+        for own, instead in GIVEN_BY_THE_RUN.items():
+            if own in given:
+                raise ValueError(f"{own} is given by the run; allowed instead: {instead}")
+        return arguments
+
+    @model_validator(mode="after")
+    def _lent_memory_is_on_the_same_devices(self) -> RolloutConfig:
+        if self.sync == "ipc" and (self.urls or self.placement == "separate"):
+            where = "rollout.urls" if self.urls else "placement = separate"
+            raise ValueError(
+                f"sync = ipc lends memory to servers on the training GPUs; with {where}: group, http, disk"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tail_needs_servers(self) -> RolloutConfig:

@@ -54,6 +54,10 @@ class RolloutEngine(Protocol):
         """Nothing; the engine generates no more until the next `update_weights` and may free memory for training."""
         ...
 
+    def stop_generating(self) -> None:
+        """Nothing; `generate`, under way or called from now on, raises StopAsked soon. Any thread may call it."""
+        ...
+
     def take_metrics(self) -> dict[str, float]:
         """What this rank's part of the engine counted since the last call; to be summed over ranks."""
         ...

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessorList
 
 from megarl.data.samples import Sample
-from megarl.errors import UserError
+from megarl.errors import StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.key_value_cache import generation_cache
@@ -41,6 +41,7 @@ class InProcessEngine:
         self._model = _build_model(Path(folder), getattr(torch, config.dtype), self._device)
         self._max_positions = self._model.config.max_position_embeddings
         self._version: int | None = None
+        self._stopped = False
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
@@ -56,6 +57,8 @@ class InProcessEngine:
         )
         samples: list[Sample | None] = [None] * len(requests)
         for start in range(0, len(order), self._batch_size):
+            if self._stopped:
+                raise StopAsked("generation was given up")
             places = order[start : start + self._batch_size]
             batch = self._generate_batch([requests[place] for place in places], self._version)
             for place, sample in zip(places, batch, strict=True):
@@ -95,6 +98,10 @@ class InProcessEngine:
 
     def rest(self) -> None:
         """Nothing; the model keeps its memory, which it shares with nothing."""
+
+    def stop_generating(self) -> None:
+        """Nothing; `generate` raises StopAsked after the batch that is under way."""
+        self._stopped = True
 
     def take_metrics(self) -> dict[str, float]:
         """Empty: nothing can go wrong here that is not an exception."""
@@ -209,9 +216,17 @@ def _build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def end_ids(folder: Path, tokenizer: Any) -> set[int]:
-    """The tokenizer's end token and those that the folder's generation_config.json adds (chat models have several)."""
+    """The tokenizer's end token and those that the folder's generation_config.json adds (chat models have several).
+
+    Raises UserError when that file cannot be read.
+    """
     ids = {int(tokenizer.eos_token_id)}
     if (folder / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(folder).eos_token_id
+        try:
+            named = GenerationConfig.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{folder}/generation_config.json cannot be read: {' '.join(str(error).split())}"
+            ) from error
         ids |= set(named) if isinstance(named, list) else {named} if named is not None else set()
     return ids

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from megarl.errors import StopAsked
+
 Batch = TypeVar("Batch")
 
 
@@ -20,7 +22,14 @@ class HandOvers:
     def __init__(self) -> None:
         self._given = 0  # so far; alike at the same point of every rank's main thread
         self._wanted = 0
+        self._closed = False
         self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Nothing; whoever asks, or waits, raises StopAsked."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def gave(self) -> None:
         """Nothing; the main thread has handed weights over once more."""
@@ -42,7 +51,10 @@ class HandOvers:
         wanted = max(seen) + (min(seen) == max(seen))
         with self._changed:
             self._wanted = wanted
-            if not self._changed.wait_for(lambda: self._given >= wanted, timeout=timeout):
+            came = self._changed.wait_for(lambda: self._given >= wanted or self._closed, timeout=timeout)
+            if self._closed:
+                raise StopAsked("no weights are handed over any more")
+            if not came:
                 raise TimeoutError(f"rollout servers waited {timeout:g} s for weights")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.data.prompts import PromptCursor
 from megarl.data.samples import Prompt, Sample
 from megarl.data.weights import NamedTensors
+from megarl.errors import RunStopped
 from megarl.rollout.collect import Collected, collect_groups
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.distribute import generate_everywhere
@@ -93,7 +94,10 @@ class Rollouts:
                 self._ahead = BatchesAhead(
                     self._generate_batch, first=step, last=self._plan.last_step, lag=self._config.lag
                 )
-            collected = self._ahead.take(step, timeout=self._plan.timeout, serve=self._hand_over_if_owed)
+            try:
+                collected = self._ahead.take(step, timeout=self._plan.timeout, serve=self._hand_over_if_owed)
+            except TimeoutError as error:
+                raise RunStopped(f"{error}; parallel.timeout_minutes says how long a batch may take") from error
         self.cursor.commit(collected.taken)
         self.waiting = collected.held
         return collected
@@ -107,6 +111,8 @@ class Rollouts:
     def close(self) -> None:
         """Nothing; no thread and no process of the engine is left."""
         if self._ahead is not None:
+            self.engine.stop_generating()
+            self._hand_overs.close()
             self._ahead.close()
         self.engine.close()
 

@@ -149,12 +149,16 @@ class RunLogger:
         pq.write_table(pa.Table.from_pylist(rows, schema=TOKEN_COLUMNS), path)
 
     def close(self) -> None:
-        """Nothing; closes all files."""
-        self._metrics.close()
-        self._law.close()
-        self._tensorboard.close()
+        """Nothing; closes all files. What a full disk no longer takes is told, and keeps nothing else from its end."""
         logging.getLogger("megarl").removeHandler(self._log)
-        self._log.close()
+        closings: list[Callable[[], Any]] = [
+            self._metrics.close, self._law.close, self._tensorboard.close, self._log.close,
+        ]  # fmt: skip
+        for close in closings:
+            try:
+                close()
+            except OSError as error:
+                logger.warning("%s: the last records are not there: %s", self.folder, error.strerror or error)
 
 
 def drop_records(folder: Path, next_step: int) -> None:

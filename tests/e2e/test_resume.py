@@ -109,7 +109,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "strikes", "checkpoint"),
     [
-        ("dp2", [("update", 5, "SIGKILL"), ("save", 3, "SIGKILL"), ("update", 2, "SIGTERM")], {"every": 1}),
+        ("dp2", [("update", 5, "SIGKILL"), ("save", 3, "SIGKILL"), ("generate", 4, "SIGTERM")], {"every": 1}),
         ("tp2", [("save", 5, "SIGKILL")], {"every": 1}),
         ("pp2", [("update", 5, "SIGUSR1")], {"every": 2, "asynchronous": True}),
     ],

@@ -19,6 +19,8 @@ from megarl.errors import UserError
 from megarl.evaluate import main as evaluate
 from megarl.policy.model import read_model_shape
 from megarl.policy.parallel import ParallelConfig, check_layout
+from megarl.rollout.in_process import end_ids
+from megarl.session import load_tokenizer
 from megarl.train import main
 from tests.tiny_models import write_tiny_model
 
@@ -218,3 +220,22 @@ def test_a_run_folder_that_holds_a_run_is_left_alone(
     config["run"]["folder"] = str(occupied)
     assert "run.overwrite" in message_of(config, tmp_path, capsys)
     assert (occupied / "config.yaml").read_text() == "earlier: run\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("tokenizer.json", "{", "its tokenizer cannot be read"),
+        ("tokenizer.json", "", "its tokenizer cannot be read"),
+        ("generation_config.json", "{", "generation_config.json cannot be read"),
+    ],
+)
+def test_a_broken_side_file_of_the_model_is_one_line(
+    parts: Path, tmp_path: Path, file: str, content: str, told: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(parts / "model", model)
+    (model / file).write_text(content)
+    with pytest.raises(UserError, match=told) as raised:
+        end_ids(model, load_tokenizer(str(model)))
+    assert "\n" not in str(raised.value) and str(model) in str(raised.value)

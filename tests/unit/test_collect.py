@@ -10,6 +10,7 @@ import pytest
 from megarl.data.outcome import Outcome
 from megarl.data.prompts import PromptCursor, PromptSet
 from megarl.data.samples import Prompt, Sample
+from megarl.measure import measure_rollout
 from megarl.rollout.collect import collect_groups
 from megarl.rollout.tails import HeldOver
 
@@ -144,3 +145,12 @@ def test_dropped_samples_leave_their_group_and_shaping_does_not_make_a_group_use
     collected = collect_groups(cursor_over(9), sample_groups, wanted=2, filter_groups=True, max_rounds=1)
     assert [sample.reward for sample in collected.samples] == [1.0, 0.0]
     assert len(collected.generated) == 6, "what was dropped is still reported"
+
+
+def test_a_step_whose_responses_were_all_cut_has_nothing_to_measure() -> None:
+    asked: list[list[int]] = []
+    rollout = rollout_that_cuts(set(range(9)), asked, [])
+    held = HeldOver(keeps=True)
+    collected = collect_groups(cursor_over(9), rollout, wanted=2, filter_groups=False, max_rounds=1, held=held)
+    assert collected.generated == [] and collected.held == [0, 1]
+    assert measure_rollout(collected, 0) == {}

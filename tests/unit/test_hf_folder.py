@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,21 @@ def test_a_window_that_no_sequence_outgrows_is_accepted(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 128}))
     assert read_model_shape(model).max_positions == 128
+
+
+def test_a_folder_for_which_there_is_no_room_is_one_line_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = side_files(tmp_path / "source")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # what is buffered meets it when the file is closed
+    try:
+        with pytest.raises(UserError, match=r"out cannot be written: File too large"):
+            write(tmp_path / "out", source, 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with pytest.raises(UserError, match=r"out: 0 MiB are needed, 0 MiB are free"):
+        write(tmp_path / "out", source, 1 << 20)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]

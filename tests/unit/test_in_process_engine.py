@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.data.generated import write_tokenizer
 from megarl.data.samples import Prompt, Sample
-from megarl.errors import UserError
+from megarl.errors import StopAsked, UserError
 from megarl.rollout import build
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
@@ -290,3 +290,18 @@ def test_inverse_cdf_takes_only_tokens_of_positive_probability() -> None:
     logprobs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).log().expand(5, -1)
     numbers = torch.tensor([0.0, 0.2499, 0.2501, 0.999, 1 - 2.0**-53], dtype=torch.float64)
     assert inverse_cdf(logprobs, numbers).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_generation_is_given_up_between_batches_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
+    engine, model = engine_and_model(model_folder(tmp_path), batch_size=2)
+    engine.update_weights(model.named_parameters(), 0)
+    requests = [GenerationRequest(Prompt(i, "t", [1, 2], "1"), i, i, 1.0, 3, (1,)) for i in range(6)]
+    came: list[Sample] = []
+
+    def stop(sample: Sample) -> None:
+        came.append(sample)
+        engine.stop_generating()
+
+    with pytest.raises(StopAsked):
+        engine.generate(requests, stop)
+    assert len(came) == 2, "the batch that was under way is the last"

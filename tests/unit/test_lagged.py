@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megarl.errors import StopAsked
 from megarl.rollout.lagged import BatchesAhead, HandOvers
 
 
@@ -110,3 +111,21 @@ def test_ranks_that_saw_different_hand_overs_need_no_further_one() -> None:
     assert not waiting.is_alive()
     with pytest.raises(TimeoutError, match="weights"):
         ahead.ask(lambda given: [1, 1], timeout=0.1)
+
+
+def test_who_asks_for_weights_when_the_run_ends_is_let_go() -> None:
+    hand_overs = HandOvers()
+    ended: list[str] = []
+
+    def ask() -> None:
+        try:
+            hand_overs.ask(lambda given: [given], timeout=60.0)
+        except StopAsked as stopped:
+            ended.append(str(stopped))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    wait_until(hand_overs.owed)
+    hand_overs.close()
+    waiting.join(timeout=5.0)
+    assert ended == ["no weights are handed over any more"]

@@ -12,7 +12,8 @@ from megarl.config import RunConfig, save_config
 from megarl.errors import UserError
 from megarl.policy.checkpoint import files
 from megarl.policy.model import read_model_shape
-from megarl.resume import HARMLESS, check_earlier_run, compare_configs
+from megarl.resume import HARMLESS, RunState, check_earlier_run, check_length, compare_configs
+from megarl.session import prepare_run_folder
 from tests.tiny_models import write_tiny_model
 
 
@@ -36,7 +37,8 @@ def compare(new: RunConfig, **old: Any) -> None:
     "change",
     [
         {"loop": {"steps": 20}},
-        {"evaluation": {"every": 2}},
+        {"evaluation": {"every": 2, "responses_per_call": 64}},
+        {"reward": {"workers": 3, "queue_size": 9}},
         {"checkpoint": {"every": 5, "keep_last": 7}},
         {"parallel": {"tensor": 2}},
         {"policy": {"micro_batch_tokens": 100}},
@@ -154,3 +156,27 @@ def test_the_same_model_and_config_go_on_and_another_program_does_not(earlier_ru
     check_earlier_run(earlier_run, "train", config(), shape)
     with pytest.raises(UserError, match=r"holds a run of megarl\.train, not of megarl\.sft"):
         check_earlier_run(earlier_run, "sft", config(), shape)
+
+
+def test_checkpoints_without_the_run_s_config_are_a_run_all_the_same(earlier_run: Path, tmp_path: Path) -> None:
+    """A crash in the middle of `run.overwrite`, or a tidy hand, may leave no more than them."""
+    (earlier_run / "config.yaml").unlink()
+    shape = read_model_shape(tmp_path / "qwen2")
+    check_earlier_run(earlier_run, "train", config(), shape)
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate = 1e-06 became 0\.1"):
+        check_earlier_run(earlier_run, "train", config(optimizer={"learning_rate": 0.1}), shape)
+    again = config(run={"folder": str(earlier_run), "overwrite": True}, optimizer={"learning_rate": 0.1})
+    prepare_run_folder("train", again, shape)
+    assert files.saved_steps(earlier_run / "checkpoints") == [], "the earlier run would go on in the new one"
+
+
+def test_checkpoints_none_of_which_can_be_read_are_left_to_their_examination(earlier_run: Path, tmp_path: Path) -> None:
+    (earlier_run / "config.yaml").unlink()
+    (files.step_folder(earlier_run / "checkpoints", 4) / files.MANIFEST).write_text("{")
+    check_earlier_run(earlier_run, "train", config(), read_model_shape(tmp_path / "qwen2"))
+
+
+def test_a_run_that_is_longer_than_the_config_wants_is_named() -> None:
+    check_length(RunState(step=10), 10, "loop.steps", "runs/x")
+    with pytest.raises(UserError, match=r"at step 11 already; loop.steps = 10 must be at least that"):
+        check_length(RunState(step=11), 10, "loop.steps", "runs/x")

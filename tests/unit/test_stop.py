@@ -23,12 +23,15 @@ def wait_for(request: StopRequest) -> str | None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_a_request_and_no_end(number: signal.Signals) -> None:
     before = signal.getsignal(number)
+    given_up: list[str] = []
     with StopRequest() as request:
+        request.give_up = lambda: given_up.append("generation")
         assert request.agreed() is None
         os.kill(os.getpid(), number)
         assert wait_for(request) == number.name
         os.kill(os.getpid(), number)  # the same request, delivered twice
         time.sleep(0.1)
+    assert given_up == ["generation"]
     assert signal.getsignal(number) == before
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import resource
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from rich.console import Console as Screen
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.data.samples import Prompt, Sample
+from megarl.errors import UserError, writing
 from megarl.law.points import read_law_points
 from megarl.track.console import Console, evaluation_lines, step_status
 from megarl.track.loggers import RunLogger, drop_records
@@ -222,3 +224,20 @@ def test_lines_that_a_crash_left_are_dropped_with_a_warning(tmp_path: Path, capl
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 0}\n{"step": 1}\n'
     assert (tmp_path / "law.csv").read_text() == "step,entropy,reward\n0,0.5,0.1\n"
     assert "metrics.jsonl: 3 lines that are no records" in caplog.text and "law.csv: 1 lines" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread meets it too
+def test_a_full_disk_is_one_line_and_closing_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records = RunLogger(tmp_path)
+    records.log(0, {"reward/mean": 0.25})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size, limits[1]))
+    try:
+        with pytest.raises(UserError, match=rf"{tmp_path} cannot be written: File too large"), writing(tmp_path):
+            records.log(1, {"reward/mean": 0.5})
+        with caplog.at_level(logging.WARNING, logger="megarl"):
+            records.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "the last records are not there: File too large" in caplog.text
+    assert [step["step"] for step in read_metrics(tmp_path)] == [0]

@@ -153,9 +153,7 @@ class Checkpoints:
             if manifest is not None:
                 check_model(manifest, self._policy.shape, folder)
                 load_state(self._policy, folder, manifest.training_state)
-                self._on_first_rank(
-                    None, lambda: [files.set_aside(files.step_folder(self.root, bad)) for bad in damaged]
-                )
+                self._on_first_rank(None, lambda: self._set_aside(damaged))
                 self._saved = {step for step in steps if step not in damaged}
                 return manifest
             logger.warning("checkpoint %s is damaged: %s; going back to the one before", folder, problem)

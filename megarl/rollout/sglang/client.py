@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from megarl.errors import RunStopped, UserError
+from megarl.errors import RunStopped, StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.sglang.wire import Answer, Model, Nonsense, StaleWeights, generate_body, parse_answer
@@ -28,7 +28,7 @@ OnAnswer = Callable[[int, Answer], None]  # (place of the request, its answer)
 
 FAILURES_TO_CONDEMN = 3  # in a row, at one server
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds before a server that failed is asked again
-ABORT_TIMEOUT = 10.0
+ABORT_TIMEOUT, SECONDS_BETWEEN_ABORTS = 10.0, 2.0
 SECONDS_TO_SETTLE = 1.0
 NOTHING_YET = Answer([], [], "abort", [])
 
@@ -76,6 +76,7 @@ class Client:
         self.urls: list[str] = []  # where requests go: workers, or one router
         self.workers: list[str] = []  # where control calls go
         self.versions: Mapping[str, int] = {}  # labels of the weights that answers may come from
+        self.stopped = False  # nobody wants answers any more
         self.switching = False  # weights are being handed over: servers may be silent
         self.counts = Counts()
         self.condemned: dict[str, str] = {}  # servers whose answers were wrong, with the reason
@@ -90,7 +91,7 @@ class Client:
 
         It is called in the order in which answers arrive, with finish reason `abort` for what the cap on long tails
         cut. Raises UserError for a request that the servers refuse, RunStopped when no server answers for
-        `outage_timeout` or one response fails `max_attempts` times.
+        `outage_timeout` or one response fails `max_attempts` times, StopAsked once `stopped` is set.
         """
         if requests:
             asyncio.run(_Round(self, requests, on_answer).run())
@@ -106,6 +107,7 @@ class _Round:
         # Equal prompts side by side, longest first: what takes longest does not begin last.
         self._waiting = deque(sorted(range(len(requests)), key=self._need, reverse=True))
         self._attempts = [0] * len(requests)
+        self._carriers: dict[int, asyncio.Task[None]] = {}  # who still owes an answer to the request at a place
         self._unanswered = len(requests)
         cap = client.config.tail_cap if all(request.may_be_cut for request in requests) else None
         self._cut_at = None if cap is None else len(requests) - math.ceil(cap * len(requests))
@@ -131,6 +133,8 @@ class _Round:
         outage_began: float | None = None
         await self._settle()
         while self._unanswered and self._failure is None:
+            if self._client.stopped:
+                raise StopAsked("generation was given up")
             self._dispatch()
             conditions = {server.condition for server in self._servers}
             busy = any(server.open for server in self._servers)
@@ -190,6 +194,7 @@ class _Round:
             server.outstanding += need
             task = asyncio.create_task(self._request(place, server, name))
             server.open[task] = name
+            self._carriers[place] = task
             task.add_done_callback(partial(self._ended, server, place, need))
 
     def _ended(self, server: _Server, place: int, need: int, task: asyncio.Task[None]) -> None:
@@ -197,13 +202,15 @@ class _Round:
         server.outstanding -= need
         self._changed.set()
         if task.cancelled():
-            if self._failure is None:
+            # One that was only pausing after a failure has given its request back already.
+            if self._failure is None and self._carriers.get(place) is task:
                 self._again(place)
         elif (failure := task.exception()) is not None:
             self._failure = failure
 
     def _again(self, place: int) -> None:
         """Nothing; the request waits once more, or is given up where responses are being cut anyway."""
+        self._carriers.pop(place, None)
         if self._cutting:
             self._answered(place, NOTHING_YET)
             return
@@ -269,6 +276,7 @@ class _Round:
         self._again(place)
 
     def _answered(self, place: int, answer: Answer) -> None:
+        self._carriers.pop(place, None)
         self._unanswered -= 1
         self._client.counts.aborted += answer.finish_reason == "abort"
         self._on_answer(place, answer)
@@ -285,13 +293,19 @@ class _Round:
         for server in self._servers:
             # A router does not pass aborts on, nor tell which worker has the request.
             urls = self._client.workers if self._config.router else [server.url]
-            for name in server.open.values():
+            for request, name in server.open.items():
                 for url in urls:
-                    task = asyncio.create_task(self._abort(url, name))
+                    task = asyncio.create_task(self._abort(url, name, request))
                     self._aborts.add(task)
                     task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, url: str, name: str) -> None:
+    async def _abort(self, url: str, name: str, request: asyncio.Task[None]) -> None:
+        """Nothing; the request has ended. An abort that overtakes it on its way to the server has no effect there."""
+        while not request.done():
+            await self._ask_to_abort(url, name)
+            await asyncio.wait([request], timeout=SECONDS_BETWEEN_ABORTS)
+
+    async def _ask_to_abort(self, url: str, name: str) -> None:
         timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT)
         try:
             async with self._http.post(f"{url}/abort_request", json={"rid": name}, timeout=timeout) as response:
@@ -332,9 +346,8 @@ class _Round:
 
     def _judge(self, server: _Server, found: Condition, reason: str) -> None:
         before = server.condition
-        if before is Condition.CONDEMNED or (found is Condition.DOWN and self._client.switching):
+        if found is Condition.DOWN and self._client.switching:
             return
-        server.condition = found
         if found is Condition.DOWN:
             server.reason = reason
             if before in (Condition.USABLE, Condition.UNKNOWN):
@@ -342,6 +355,9 @@ class _Round:
                 logger.warning("SGLang server %s does not answer: %s", server.url, reason)
             for task in list(server.open):
                 task.cancel()
+        if before is Condition.CONDEMNED:
+            return
+        server.condition = found
         if found is not before:
             self._changed.set()
 

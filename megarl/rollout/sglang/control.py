@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megarl.rollout.sglang.errors import ServerError
 
+Value = TypeVar("Value")
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
@@ -67,11 +68,19 @@ class ServerControl:
         Fewer than the model's positions, and fewer still where its cache is small.
         """
         # Of its positions the server keeps one back in each of three places; it reports the last.
-        return int(self.server_info()["max_req_input_len"]) + 4
+        return self._read("server_info", self.server_info(), lambda info: int(info["max_req_input_len"])) + 4
+
+    def tensor_parallel_size(self) -> int:
+        """The server's own tensor-parallel ranks."""
+        return self._read("server_info", self.server_info(), lambda info: int(info["tp_size"]))
+
+    def device(self) -> str:
+        """The kind of device that the server runs on: cpu, cuda."""
+        return self._read("server_info", self.server_info(), lambda info: str(info["device"]))
 
     def weight_version(self) -> str:
         """The version that the server gives its present weights."""
-        return str(self.model_info()["weight_version"])
+        return self._read("model_info", self.model_info(), lambda info: str(info["weight_version"]))
 
     def begin_weight_update(self) -> None:
         """Nothing; opens the session that tensors must be sent in. Refused while one is open."""
@@ -108,9 +117,9 @@ class ServerControl:
             },
         )
 
-    def destroy_weights_update_group(self, name: str) -> None:
+    def destroy_weights_update_group(self, name: str, deadline: float | None = None) -> None:
         """Nothing; the server leaves the group."""
-        self._succeed("destroy_weights_update_group", {"group_name": name})
+        self._succeed("destroy_weights_update_group", {"group_name": name}, deadline)
 
     def update_weights_from_distributed(
         self,
@@ -172,7 +181,7 @@ class ServerControl:
         answer = self._object("weights_checker", {"action": "checksum"})
         if not answer.get("success") or not answer.get("ranks"):
             raise ServerError(self.url, "weights_checker", 200, str(answer.get("message", answer)))
-        return [rank["checksums"] for rank in answer["ranks"]]
+        return self._read("weights_checker", answer, lambda found: [dict(rank["checksums"]) for rank in found["ranks"]])
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first, each given those before it."""
@@ -185,16 +194,36 @@ class ServerControl:
                 "logprob_start_len": 0,
             },
         )
-        entries = answer["meta_info"]["input_token_logprobs"]
-        return [entry[0] for entry in entries[1:]]
+        found = self._read(
+            "generate",
+            answer,
+            lambda answer: [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]],
+        )
+        if len(found) != len(token_ids) - 1:
+            raise ServerError(
+                self.url, "generate", 200, f"{len(found)} log-probs of a prompt of {len(token_ids)} tokens"
+            )
+        return found
 
-    def _succeed(self, call: str, body: Mapping[str, Any] | bytes) -> None:
-        answer = self._object(call, body)
+    def _read(self, call: str, answer: dict[str, Any], value: Callable[[dict[str, Any]], Value]) -> Value:
+        """What `value` takes from the answer, which may be anything."""
+        try:
+            return value(answer)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            shown = _shortened(json.dumps(answer).encode())
+            raise ServerError(
+                self.url, call, 200, f"the answer lacks or garbles a field ({type(error).__name__}: {error}): {shown}"
+            ) from error
+
+    def _succeed(self, call: str, body: Mapping[str, Any] | bytes, deadline: float | None = None) -> None:
+        answer = self._object(call, body, deadline)
         if not answer.get("success"):
             raise ServerError(self.url, call, 200, str(answer.get("message", answer)))
 
-    def _object(self, call: str, body: Mapping[str, Any] | bytes | None = None) -> dict[str, Any]:
-        text = self._call(call, body)
+    def _object(
+        self, call: str, body: Mapping[str, Any] | bytes | None = None, deadline: float | None = None
+    ) -> dict[str, Any]:
+        text = self._call(call, body, deadline)
         try:
             answer = json.loads(text)
         except ValueError as error:

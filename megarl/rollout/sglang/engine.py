@@ -19,7 +19,7 @@ from megarl.rollout.in_process import end_ids
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.client import Client
 from megarl.rollout.sglang.fleet import RunServers, version_at
-from megarl.rollout.sglang.launch import interpreter, server_environment
+from megarl.rollout.sglang.launch import interpreter, reachable_host, server_environment
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.router import Router
 from megarl.rollout.sglang.weights import make_weight_sync
@@ -117,6 +117,11 @@ class SglangEngine:
         if self._config.lag == 0:
             self._servers.release_memory()
 
+    def stop_generating(self) -> None:
+        """Nothing; `generate`, or a wait for servers, raises StopAsked in about a second. Any thread may call it."""
+        self._client.stopped = True
+        self._servers.give_up()
+
     def take_metrics(self) -> dict[str, float]:
         """What this rank counted since the last call; sums over ranks are the run's."""
         counts = asdict(self._client.take_counts())
@@ -201,7 +206,7 @@ class SglangEngine:
                 workers,
                 server_environment(interpreter(self._config), ()),
                 self._folder / "router.log",
-                host="127.0.0.1",
+                host=reachable_host(),
                 start_timeout=self._config.start_timeout,
                 request_timeout=self._config.request_timeout,
             )

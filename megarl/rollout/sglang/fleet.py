@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megarl.errors import RunStopped, UserError
+from megarl.errors import RunStopped, StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.job import gather, rank_and_size
 from megarl.rollout.sglang.control import ServerControl
@@ -17,6 +19,9 @@ from megarl.rollout.sglang.launch import plan_launches
 from megarl.rollout.sglang.places import ServerPlace
 from megarl.rollout.sglang.server import OwnedServer
 
+logger = logging.getLogger(__name__)
+
+SECONDS_OF_SILENCE = 5.0  # before a wait is told
 MEMORY = ("kv_cache", "weights")
 
 
@@ -34,16 +39,23 @@ class RunServers:
         self._longest: dict[ServerPlace, int] = {}
         self._released: set[ServerPlace] = set()
         self._started = False
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Nothing; nobody waits for servers any more: `usable` raises StopAsked where it would. Any thread."""
+        self._given_up.set()
 
     def usable(self) -> list[ServerPlace]:
         """The healthy servers of the run, in the same order on every rank; collective.
 
         Waits for all at the first call, later for one. Raises UserError when one does not start, RunStopped when none
-        is healthy within rollout.outage_timeout.
+        is healthy within rollout.outage_timeout, StopAsked when the wait is given up on any rank.
         """
         if not self._started:
             self._wait_for_first_start()
-        deadline = time.monotonic() + self._config.outage_timeout
+        began = time.monotonic()
+        deadline = began + self._config.outage_timeout
+        told = False
         while True:
             found = [each for share in gather(self._own_usable()) for each in share]
             if found:
@@ -52,11 +64,17 @@ class RunServers:
                 self._started = True
                 self.longest_sequence = min(longest for _, longest in found)
                 return places
-            if any(gather(time.monotonic() > deadline)):
+            late = gather((time.monotonic() > deadline, self._given_up.is_set()))
+            if any(given_up for _, given_up in late):
+                raise StopAsked("a wait for servers was given up")
+            if any(is_late for is_late, _ in late):
                 raise RunStopped(
                     f"no rollout server was healthy within rollout.outage_timeout = {self._config.outage_timeout:g} s "
-                    f"({', '.join(self._config.urls) or 'servers of this run, see their logs'})"
+                    f"({self._names()})"
                 )
+            if not told and time.monotonic() - began > SECONDS_OF_SILENCE:
+                logger.warning("waiting for a rollout server that answers (%s)", self._names())
+                told = True
             time.sleep(0.5)
 
     def restart(self, condemned: dict[str, str]) -> None:
@@ -113,11 +131,14 @@ class RunServers:
                 list(pool.map(OwnedServer.close, self.owned))
         self.owned = []
 
+    def _names(self) -> str:
+        return ", ".join(self._config.urls) or "servers of this run, see their logs"
+
     def _wait_for_first_start(self) -> None:
         failure: UserError | None = None
         try:
             for server in self.owned:
-                server.wait_until_ready()
+                server.wait_until_ready(self._given_up)
         except UserError as error:
             failure = error
         for each in gather(failure):
@@ -150,13 +171,19 @@ class RunServers:
         control = ServerControl(url, deadline=self._config.health_timeout)
         if not control.health(timeout=self._config.health_timeout):
             return None
-        return ServerPlace(url=url, tensor_size=int(control.server_info().get("tp_size", 1)))
+        try:
+            return ServerPlace(url=url, tensor_size=control.tensor_parallel_size())
+        except ServerError as error:
+            logger.warning("%s", error)
+            return None
 
     def _check_number(self, places: Sequence[ServerPlace]) -> None:
         """Nothing, or a UserError: at the start every server that the config names has to be there."""
         if not self._started and self._config.urls and len(places) < len(self._config.urls):
             missing = sorted(set(self._config.urls) - {place.url for place in places})
-            raise UserError(f"rollout.urls: {', '.join(missing)} does not answer its health check")
+            raise UserError(
+                f"rollout.urls: {', '.join(missing)} does not answer its health check as an SGLang server does"
+            )
 
 
 def version_at(place: ServerPlace) -> str | None:

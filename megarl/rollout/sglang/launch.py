@@ -21,6 +21,7 @@ JOB_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
 }
+SOMEWHERE_ELSE = "192.0.2.1"  # an address of no machine (RFC 5737)
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-radix-cache", "--disable-overlap-schedule", "--grammar-backend", "none"),
@@ -108,7 +109,7 @@ def plan_launches(
             dtype=config.dtype,
             shares_devices=shares and bool(devices),
             seed=seed,
-            host=_reachable_host(local_size),
+            host=reachable_host(),
             arguments=tuple(config.server_args),
             log=folder / f"server_{os.environ.get('GROUP_RANK', '0')}_{index}.log",
         )
@@ -150,13 +151,22 @@ def _devices() -> list[str]:
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _reachable_host(local_size: int) -> str:
+def reachable_host() -> str:
     """This machine's address for all ranks: the loopback when they are all on it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == local_size:
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
         return "127.0.0.1"
+    # A head node often has its own name for a loopback address; the way out of it is then the one to the others.
+    towards_head = _address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return _address_towards(SOMEWHERE_ELSE, 9) if towards_head.startswith("127.") else towards_head
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address as it is seen from there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only chooses the interface.
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        try:
+            probe.connect((host, port))  # nothing is sent: the system only chooses the interface
+        except OSError as error:
+            raise UserError(f"this machine's address for the job's other nodes: no way to {host} ({error})") from error
         return str(probe.getsockname()[0])
 
 

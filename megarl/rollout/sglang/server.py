@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megarl.errors import UserError
+from megarl.errors import StopAsked, UserError
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.errors import ServerError
@@ -63,13 +63,16 @@ class OwnedServer:
         """Process id of the server's main process, which leads its process group."""
         return self._process.pid if self._process is not None else None
 
-    def wait_until_ready(self) -> None:
-        """Nothing; the server is healthy. Raises UserError when its first start failed."""
+    def wait_until_ready(self, given_up: threading.Event | None = None) -> None:
+        """Nothing; the server is healthy. Raises UserError when its first start failed, StopAsked once `given_up`."""
         while not self._ready.wait(timeout=0.1):
+            if given_up is not None and given_up.is_set():
+                raise StopAsked("a start of servers was given up")
+            works = self._thread.is_alive()  # looked at first: it says why it failed before it ends
             if self._failure is not None:
                 raise UserError(self._failure)
-            if self._closing.is_set():
-                raise RuntimeError("waiting for a server that was closed")
+            if self._closing.is_set() or not works:
+                raise RuntimeError("waiting for a server that nobody starts any more")
 
     def condemn(self, reason: str) -> None:
         """Nothing; the server is restarted, because of something that a health check cannot see."""
@@ -103,16 +106,18 @@ class OwnedServer:
         """Nothing; the server and all its processes are gone."""
         self._closing.set()
         self._woken.set()
+        if self._process is not None:
+            self._process.stop()  # which ends a health check that it does not answer
         self._thread.join()
         if self._process is not None:
-            self._process.stop()
+            self._process.stop()  # one that was being started
 
     def _keep_alive(self) -> None:
         pause = 1.0
         while not self._closing.is_set():
             try:
                 self._start()
-            except StartFailed as failure:
+            except (StartFailed, UserError, OSError) as failure:
                 if self._incarnation == 0:
                     self._failure = str(failure)
                     return
@@ -126,7 +131,7 @@ class OwnedServer:
             self._ready.set()
             reason = self._until_it_fails()
             self._ready.clear()
-            if reason is not None:
+            if reason is not None and not self._closing.is_set():
                 logger.warning("SGLang server %s %s: restarting it (log: %s)", self.place.url, reason, self._plan.log)
                 self._restarts += 1
                 assert self._process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from megarl.rollout.sglang.weights_by_value import ByValueSender
 from megarl.rollout.sglang.weights_disk import DiskSender
 from megarl.rollout.sglang.weights_group import GroupSender
 from megarl.rollout.sglang.weights_ipc import CudaIpcSender
+
+logger = logging.getLogger(__name__)
 
 Way = Literal["auto", "ipc", "group", "http", "disk"]
 Verification = Literal["off", "probe", "checksum"]
@@ -75,6 +78,7 @@ class SyncSettings:
     deadline: float  # seconds that one call to a server may take
     folder: Path  # for the disk way: the servers must be able to read it
     model_folder: Path  # HF folder that the run began with
+    folder_is_ours: bool = False  # no other run writes to `folder`
 
 
 def make_weight_sync(config: RolloutConfig, expected: Shapes, *, model_folder: Path, run_folder: Path) -> WeightSync:
@@ -87,6 +91,7 @@ def make_weight_sync(config: RolloutConfig, expected: Shapes, *, model_folder: P
         deadline=config.sync_timeout,
         folder=Path(config.sync_folder) if config.sync_folder else run_folder / "rollout_weights",
         model_folder=model_folder,
+        folder_is_ours=config.sync_folder is None,
     )
     return WeightSync(settings, expected)
 
@@ -143,8 +148,11 @@ class WeightSync:
         try:
             if self._takes_part(places):
                 self._send(replace(weights, stream=lambda: tensors), version, places, own)
-        except (UserError, RuntimeError) as error:
+        except UserError as error:
             own.error = str(error)
+        except Exception as error:  # raised on all ranks below: the others wait for this one
+            logger.exception("weights could not be handed over")
+            own.error = f"weights could not be handed over: {type(error).__name__}: {error}"
         for _ in tensors:  # gathering them is collective
             pass
         attempt = _merged(own)
@@ -157,9 +165,6 @@ class WeightSync:
         servers = [self._control(place) for place in places if self._talks_to(place)]
         fleet = Fleet(servers)
         sender = self._sender_to(places)
-        fleet.each(ServerControl.pause)
-        if isinstance(sender, GroupSender):
-            sender.join([place for place in places if self._control(place) in fleet.servers], fleet)
         tally = ChecksumTally() if settings.verify == "checksum" else None
 
         def buckets() -> Iterator[Bucket]:
@@ -171,6 +176,9 @@ class WeightSync:
                 yield bucket
 
         try:
+            fleet.each(ServerControl.pause)
+            if isinstance(sender, GroupSender):
+                sender.join([place for place in places if self._control(place) in fleet.servers], fleet)
             own.again = sender.send(fleet, buckets(), version)
             if not own.again:
                 fleet.each(lambda server: _check_version(server, version))
@@ -222,7 +230,7 @@ class WeightSync:
         if settings.way == "http":
             return ByValueSender()
         if settings.way == "disk":
-            return DiskSender(settings.folder, settings.model_folder)
+            return DiskSender(settings.folder, settings.model_folder, alone=settings.folder_is_ours)
         return GroupSender("nccl" if torch.cuda.is_available() else "gloo", deadline=settings.deadline)
 
 
@@ -237,6 +245,11 @@ def _check_checksums(server: ServerControl, ours: Mapping[str, str]) -> None:
     if len(ranks) > 1:
         raise UserError(f"rollout.verify_sync = checksum: {server.url} has {len(ranks)} tensor-parallel ranks, not 1")
     problems = checksum_problems(ours, ranks[0])
+    if problems and (device := server.device()) != "cpu":
+        raise UserError(
+            f"rollout.verify_sync = checksum: {server.url} runs on {device}, where SGLang uses another hash; allowed "
+            "there: off, probe"
+        )
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ServerError(server.url, "weights_checker", 200, f"checksums after the hand-over: {shown}")

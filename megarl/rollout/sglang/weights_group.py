@@ -21,6 +21,8 @@ from megarl.rollout.sglang.control import Fleet, GroupMembership, ServerControl,
 from megarl.rollout.sglang.errors import ServerError
 from megarl.rollout.sglang.places import ServerPlace
 
+SECONDS_TO_LEAVE = 10.0  # that a server is given to leave a group; one that hangs is not waited for
+
 
 @dataclass
 class _Answers:
@@ -63,6 +65,8 @@ class GroupSender:
         if self._group is not None and self._members == tuple(places):
             return
         self.close()
+        if not places:
+            return
         self._groups_made += 1
         self._name = f"megarl-weights-{self._own_name}-{self._groups_made}"
         size = 1 + sum(place.tensor_size for place in places)
@@ -157,7 +161,7 @@ class GroupSender:
         if self._name:
             leaving = Fleet(self._controls)
             self._leave()
-            leaving.each(lambda server: server.destroy_weights_update_group(self._name))
+            leaving.each(lambda server: server.destroy_weights_update_group(self._name, SECONDS_TO_LEAVE))
         self._controls, self._name = [], ""
 
 

@@ -80,16 +80,26 @@ def parse_answer(body: Any, limit: int, model: Model, versions: Mapping[str, int
         logprobs = [entry[0] for entry in reported]
         finish_reason = meta["finish_reason"]["type"]
         spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
+        spans = [(version, start, end) for version, start, end in spans if end > start]
         _check_tokens(token_ids, [entry[1] for entry in reported], logprobs, finish_reason, limit, model)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        stale = {version for version, _, _ in spans if version not in versions}
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise Nonsense(f"the answer lacks or garbles a field: {type(error).__name__}: {error}") from error
-    stale = {version for version, start, end in spans if end > start and version not in versions}
     if stale or (not spans and token_ids):
         raise StaleWeights(f"weights {', '.join(sorted(map(repr, stale))) or 'of no version'}")
-    segments = [VersionSegment(versions[version], start, end) for version, start, end in spans if end > start]
+    segments = [VersionSegment(versions[version], start, end) for version, start, end in spans]
     if [place for segment in segments for place in (segment.start, segment.end)] != _joints(segments, len(token_ids)):
         raise Nonsense(f"its weight versions {spans} do not cover its {len(token_ids)} tokens")
-    return Answer(token_ids, logprobs, finish_reason, segments)
+    return Answer(token_ids, logprobs, _finish_reason(finish_reason, token_ids, limit, model), segments)
+
+
+def _finish_reason(reported: FinishReason, token_ids: Sequence[int], limit: int, model: Model) -> FinishReason:
+    """The reason of the end. The server reports `abort` also of what was whole when the abort came: nothing follows."""
+    if reported == "abort" and token_ids and token_ids[-1] in model.end_ids:
+        return "stop"
+    if reported == "abort" and len(token_ids) == limit:
+        return "length"
+    return reported
 
 
 def _joints(segments: Sequence[VersionSegment], length: int) -> list[int]:
