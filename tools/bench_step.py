@@ -150,7 +150,7 @@ def run_peer(folder: Path, steps: int) -> None:
     import pyarrow.parquet as pq
     import torch
     import transformers
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from megarl.reward.math import grade
 
@@ -182,33 +182,40 @@ def run_peer(folder: Path, steps: int) -> None:
         reward_funcs=reward,
         train_dataset=prompts,
         callbacks=[TakesTurns()],
-        args=GRPOConfig(
-            output_dir=str(folder / "trl"),
-            use_cpu=True,
-            bf16=False,
-            max_steps=steps * UPDATES,
-            per_device_train_batch_size=PROMPTS * SAMPLES_PER_PROMPT // UPDATES,
-            gradient_accumulation_steps=1,
-            steps_per_generation=UPDATES,
-            num_generations=SAMPLES_PER_PROMPT,
-            num_iterations=1,
-            max_completion_length=RESPONSE_LENGTH,
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            gradient_checkpointing=False,
-            logging_strategy="no",
-            save_strategy="no",
-            eval_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=peer_settings(folder, steps),
     )
     turns.wait()
     trainer.train()
+
+
+def peer_settings(folder: Path, steps: int) -> Any:
+    """TRL's `GRPOConfig` of the same work as ours, without logs, evaluation and checkpoints."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=steps * UPDATES,
+        per_device_train_batch_size=PROMPTS * SAMPLES_PER_PROMPT // UPDATES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=UPDATES,
+        num_generations=SAMPLES_PER_PROMPT,
+        num_iterations=1,
+        max_completion_length=RESPONSE_LENGTH,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 class Side:

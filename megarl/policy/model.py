@@ -173,22 +173,6 @@ def transformer_config(
     recompute: dict[str, Any] = {}
     if model.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    pipeline: dict[str, Any] = {}
-    if parallel.pipeline > 1:
-        # Micro-batches differ in shape, so stages tell each other the shapes. The batched p2p of the interleaved
-        # schedule is silently wrong over gloo.
-        # Megatron checks the dispatcher of experts (there are none) before it allows variable lengths.
-        pipeline = {
-            "pipeline_dtype": dtype,
-            "variable_seq_lengths": True,
-            "batch_p2p_comm": False,
-            "moe_token_dispatcher_type": "alltoall",
-        }
-        if parallel.virtual_pipeline > 1:
-            pipeline |= {
-                "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
-                "overlap_p2p_comm": True,
-            }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -219,8 +203,26 @@ def transformer_config(
         persist_layer_norm=False,
         **layers.options,
         **recompute,
-        **pipeline,
+        **_pipeline_options(parallel, dtype),
     )
+
+
+def _pipeline_options(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What Megatron's configuration says of pipeline stages."""
+    if parallel.pipeline == 1:
+        return {}
+    # Micro-batches differ in shape, so stages tell each other the shapes. The batched p2p of the interleaved schedule
+    # is silently wrong over gloo. Megatron checks the dispatcher of experts (there are none) before it
+    # allows variable lengths.
+    options: dict[str, Any] = {
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        "batch_p2p_comm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if parallel.virtual_pipeline > 1:
+        options |= {"virtual_pipeline_model_parallel_size": parallel.virtual_pipeline, "overlap_p2p_comm": True}
+    return options
 
 
 def build_model_chunks(
