@@ -67,14 +67,12 @@ def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelSha
         check_earlier_run(path, kind, config, shape)
     # Rank 0 alone deletes and makes: another rank might look in between.
     if os.environ.get("RANK", "0") == "0":
-        try:
+        with writing(f"run.folder = {path}"):
             path.mkdir(parents=True, exist_ok=True)
             claim(path)
             if config.run.overwrite and holds_run(path):
                 _empty(path)
             save_config(config, path / "config.yaml")
-        except OSError as error:
-            raise UserError(f"run.folder = {path} cannot be written: {error.strerror}") from error
     return path
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megarl.errors import UserError
+from megarl.errors import UserError, writing
 from megarl.policy.checkpoint import files, megatron_format
 from megarl.policy.checkpoint.digest import copied, local_digest, shards_of, total_digest
 from megarl.policy.checkpoint.files import HF_SIDE_FILES, DamagedCheckpoint, FileRecord, Manifest
@@ -56,13 +56,12 @@ def hf_to_megatron(hf: Path, out: Path, parallel: ParallelConfig, progress: Prog
     source = SafetensorsFolder(hf)
     check_tensors(hf, source, shape)
     try:
-        files.begin(out)
-        needed, free = source.file_bytes(), shutil.disk_usage(files.part_of(out)).free
-        if needed > free:
-            raise UserError(f"{out}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
-        _start_ranks(ranks, hf, out, parallel, progress)
-    except OSError as error:
-        raise UserError(_not_written(out, error)) from error
+        with writing(out):
+            files.begin(out)
+            needed, free = source.file_bytes(), shutil.disk_usage(files.part_of(out)).free
+            if needed > free:
+                raise UserError(f"{out}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
+            _start_ranks(ranks, hf, out, parallel, progress)
     finally:
         if files.part_of(out).is_dir():
             shutil.rmtree(files.part_of(out))
@@ -71,10 +70,6 @@ def hf_to_megatron(hf: Path, out: Path, parallel: ParallelConfig, progress: Prog
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):  # a link to nowhere, too, is in the way
         raise UserError(f"{out} already exists; choose another folder")
-
-
-def _not_written(out: Path, error: OSError) -> str:
-    return f"{out} cannot be written: {error.strerror or error}"
 
 
 def _start_ranks(ranks: int, hf: Path, out: Path, parallel: ParallelConfig, progress: Progress) -> None:
@@ -104,9 +99,10 @@ def _rank_main(
     failures: Any,
 ) -> None:
     try:
-        _convert_rank(rank, ranks, hf, out, parallel, store, progress)
-    except (UserError, OSError) as error:
-        failures.put(str(error) if isinstance(error, UserError) else _not_written(out, error))
+        with writing(out):
+            _convert_rank(rank, ranks, hf, out, parallel, store, progress)
+    except UserError as error:
+        failures.put(str(error))
         raise SystemExit(2) from error
 
 

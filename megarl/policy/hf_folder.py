@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megarl.errors import UserError
+from megarl.errors import UserError, writing
 
 DEFAULT_SHARD_BYTES = 4 << 30
 SIDE_FILE_ENDINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -101,10 +101,8 @@ class HfFolderWriter:
         if self._part.exists():
             shutil.rmtree(self._part)
         try:
-            self._begin()
-        except OSError as error:
-            shutil.rmtree(self._part, ignore_errors=True)
-            raise UserError(f"{self._folder} cannot be written: {error.strerror or error}") from error
+            with writing(self._folder):
+                self._begin()
         except BaseException:
             shutil.rmtree(self._part, ignore_errors=True)
             raise
@@ -121,10 +119,8 @@ class HfFolderWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Nothing; the tensor is on its way to the disk."""
-        try:
+        with writing(self._folder):
             self._writers[name].write(name, tensor)
-        except OSError as error:
-            raise UserError(f"{self._folder} cannot be written: {error.strerror}") from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,14 +129,12 @@ class HfFolderWriter:
             shutil.rmtree(self._part, ignore_errors=True)
             return
         try:
-            for writer in set(self._writers.values()):
-                writer.close()
-            self._take_its_place()
-        except OSError as failure:
+            with writing(self._folder):
+                for writer in set(self._writers.values()):
+                    writer.close()
+                self._take_its_place()
+        except (UserError, ValueError):
             shutil.rmtree(self._part, ignore_errors=True)
-            raise UserError(f"{self._folder} cannot be written: {failure.strerror or failure}") from failure
-        except ValueError:
-            shutil.rmtree(self._part)
             raise
 
     def _take_its_place(self) -> None:
