@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -66,13 +67,16 @@ def logprobs(model: Any, token_ids: list[int], temperature: float) -> torch.Tens
 def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(parts: Path, url: str, tmp_path: Path) -> None:
     (first, first_model), (later, later_model) = weights_of(parts / "model"), weights_of(parts / "later")
     tokenizer = transformers.AutoTokenizer.from_pretrained(parts / "model")
-    config = RolloutConfig(engine="sglang", urls=[url], lag=1, sync="group", verify_sync="probe", sync_bucket_mib=1)
+    config = RolloutConfig(
+        engine="sglang", urls=[url], lag=1, sync="group", verify_sync="probe", sync_bucket_mib=1, concurrency=8
+    )
     engine = SglangEngine(
         config, str(parts / "model"), tokenizer, expected=first.shapes, max_positions=128, folder=tmp_path, seed=1
     )
+    # Eight at a time, of many lengths: however fast the server is, some run and more wait when the weights change.
     requests = [
-        GenerationRequest(Prompt(index, "test", [5, 9, 20 + index], "1"), index, index, 0.8, 110, (1, index))
-        for index in range(48)
+        GenerationRequest(Prompt(index, "test", [5, 9, 20 + index], "1"), index, index, 0.8, limit, (1, index))
+        for index, limit in enumerate(itertools.islice(itertools.cycle((110, 40, 96, 71, 57, 83)), 96))
     ]
     samples: list[Sample | None] = []
     try:
