@@ -26,6 +26,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang.misbehaviour import Misbehaviour
 from sglang.requests import Refusal, Request, refusal
 
 MAX_RUNNING = 64
@@ -51,7 +52,7 @@ class Server:
         self.paused = self.session_open = False
         self.released: list[str] = []
         self.groups: dict[str, Any] = {}
-        self.misbehaviour: list[str] = []
+        self.misbehaviour = Misbehaviour()
         self.began = time.monotonic()
         self.served = 0  # responses, so that tests see who did the work
 
@@ -222,21 +223,19 @@ async def model_info(server: Server, request: web.Request) -> web.Response:
 
 async def server_info(server: Server, request: web.Request) -> web.Response:
     facts = {"tp_size": 1, "device": "cpu", "dtype": "float32", "max_req_input_len": server.context - 6}
-    return web.json_response({**facts, "served": server.served})
+    return web.json_response({**facts, "served": server.served, "misbehaviour": server.misbehaviour.coming})
+
+
+async def loads(server: Server, request: web.Request) -> web.Response:
+    load = {"num_running_reqs": len(server.running), "num_waiting_reqs": len(server.queue)}
+    return web.json_response({"loads": [load]})
 
 
 async def generate(server: Server, request: web.Request) -> web.StreamResponse:
     body = await request.json()
-    mischief = server.misbehaviour.pop(0) if server.misbehaviour else ""
-    if mischief == "reset":
-        assert request.transport is not None
-        request.transport.abort()
-    if mischief == "error":
-        return web.Response(status=500, text="Internal Server Error")
-    if mischief == "no json":
-        return web.Response(text="<html>")
-    if mischief == "hang":
-        await asyncio.sleep(3600)
+    mischief, answer = await server.misbehaviour.before(request)
+    if answer is not None:
+        return answer
     requests = server.begin(body)
     server.queue += requests
     server.wake.set()
@@ -430,8 +429,8 @@ async def resume_memory_occupation(server: Server, request: web.Request) -> web.
 
 
 async def misbehave(server: Server, request: web.Request) -> web.Response:
-    """Only of this server: how the next generate calls go wrong, one word each."""
-    server.misbehaviour += (await request.json())["next"]
+    """Only of this server: how the next generate calls go wrong, one word each; what was told before is forgotten."""
+    server.misbehaviour.become((await request.json())["next"])
     return web.Response()
 
 
@@ -456,7 +455,8 @@ def application(server: Server) -> web.Application:
             return web.json_response({"detail": "Not Found"}, status=404)
 
     app = web.Application(middlewares=[refusing], client_max_size=1 << 30)
-    for name, handler in (("health", health), ("model_info", model_info), ("server_info", server_info)):
+    asked = {"health": health, "model_info": model_info, "server_info": server_info, "v1/loads": loads}
+    for name, handler in asked.items():
         app.router.add_get(f"/{name}", lambda request, handler=handler: handler(server, request))
     for handler in ENDPOINTS:
         app.router.add_post(f"/{handler.__name__}", lambda request, handler=handler: handler(server, request))
