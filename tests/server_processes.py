@@ -17,6 +17,7 @@ from megarl.data.generated import write_tokenizer
 from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.launch import LaunchPlan, choose_port, random_name
 from megarl.rollout.sglang.process import GuardedProcess
+from megarl.rollout.sglang.server import says_port_taken
 from tests.tiny_models import write_tiny_model
 
 SECONDS_TO_START = 240.0
@@ -77,18 +78,28 @@ def running_process(
 ) -> Iterator[tuple[str, GuardedProcess]]:
     """As `running_server`, with its process, for tests that harm it."""
     plan = launch_plan(python or real_python(), model, log, *arguments)
-    port = choose_port(plan.host, 0)
-    process = GuardedProcess(plan.command(port, random_name()), plan.environment(), log)
-    try:
-        control = ServerControl(f"http://{plan.host}:{port}")
-        deadline = time.monotonic() + SECONDS_TO_START
-        while not control.health(timeout=5.0):
-            assert process.exit_code() is None, process.output()[-4000:]
-            assert time.monotonic() < deadline, process.output()[-4000:]
-            time.sleep(0.1)
-        yield control.url, process
-    finally:
-        process.kill()
+    while True:
+        port = choose_port(plan.host, 0)
+        process = GuardedProcess(plan.command(port, random_name()), plan.environment(), log)
+        try:
+            control = ServerControl(f"http://{plan.host}:{port}")
+            if _becomes_healthy(control, process):
+                yield control.url, process
+                return
+        finally:
+            process.kill()
+
+
+def _becomes_healthy(control: ServerControl, process: GuardedProcess) -> bool:
+    """Whether the server answers; it does not where somebody else took its port before it could."""
+    deadline = time.monotonic() + SECONDS_TO_START
+    while not control.health(timeout=5.0):
+        if process.exit_code() is not None:
+            assert says_port_taken(process.output()), process.output()[-4000:]
+            return False
+        assert time.monotonic() < deadline, process.output()[-4000:]
+        time.sleep(0.1)
+    return True
 
 
 def processes_naming(text: str) -> list[int]:
@@ -117,7 +128,7 @@ def processes_logging_to(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def wait_until_gone(process_ids: list[int], seconds: float = 15.0) -> list[int]:
+def wait_until_gone(process_ids: list[int], seconds: float = 60.0) -> list[int]:
     """Those of the processes that are still there after `seconds`; empty as soon as none is."""
     deadline = time.monotonic() + seconds
     while True:

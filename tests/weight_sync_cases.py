@@ -142,7 +142,7 @@ def test_server_outputs_equal_transformers_after_every_way_from_every_layout(ser
     cases = [(settings(way, served), str(served.others[way])) for way in WAYS]
     size = sum(p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(served.model).parameters())
     assert difference_to_transformers(served.url, served.others["http"]) > 0.1 or layout != "tp1"
-    for rank, results in enumerate(run_ranks(push_from_layout, world_size, parallel, cases, served.url, timeout=400)):
+    for rank, results in enumerate(run_ranks(push_from_layout, world_size, parallel, cases, served.url)):
         for way, (failed, sent, difference, is_served) in zip(WAYS, results, strict=True):
             assert failed == {}, (way, rank)
             assert difference < 1e-4, (way, rank, difference)

@@ -2,13 +2,15 @@
 
 Under bubblewrap a program sees a read-only system without network, home directories or other processes, with a small
 temporary folder; it has limits on memory, processor time, processes, file size and output, and an unprivileged user of
-its own. Started by root, every concurrent job has its own pair of user ids, since RLIMIT_NPROC counts by user.
+its own. Started by root, every concurrent job of the machine has its own pair of user ids, since RLIMIT_NPROC counts
+by user.
 """
 
 from __future__ import annotations
 
 import compileall
 import contextlib
+import errno
 import marshal
 import os
 import queue
@@ -16,6 +18,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megarl.errors import UserError
 
-FIRST_USER = 61_000  # of the user ids that jobs of root get, two a slot
+FIRST_USER, LAST_USER = 61_000, 65_000  # of the user ids that jobs of root get, two a slot
 LARGEST_REPORT = 4 * 2**20  # bytes that the sandbox may say
 START_SECONDS = 20.0  # that a sandbox may need to start, on top of the job's own time
 
@@ -99,6 +102,7 @@ class LocalSandbox:
     cores: int
     _folder: Path = field(init=False)
     _slots: queue.Queue[_Slot] = field(init=False)
+    _claims: list[socket.socket] = field(init=False)  # on the slots' users
 
     def __post_init__(self) -> None:
         """Raises UserError when bubblewrap or libseccomp is missing or does not work here."""
@@ -116,12 +120,9 @@ class LocalSandbox:
             shutil.copy(source, self._folder / source.name)
         compileall.compile_dir(self._folder, quiet=2)
         as_root = self._isolated and os.geteuid() == 0
-        self._slots = queue.Queue()
-        # Jobs of several ranks must not share users, or one's processes would count against another's limit.
-        first = FIRST_USER + 2 * self._count * (int(os.environ.get("LOCAL_RANK", "0")) % 16)
-        for place in range(self._count):
-            users = (first + 2 * place, first + 2 * place + 1) if as_root else (None, None)
-            self._slots.put(_Slot(*users))
+        self._slots, self._claims = queue.Queue(), []
+        for _ in range(self._count):
+            self._slots.put(self._slot_with_users() if as_root else _Slot(None, None))
         report = self.run({"kind": "stdin", "program": "print(6*7)", "inputs": [""], "outputs": ["42\n"]})
         if not report.results or not report.results[0][0]:
             problem = report.problem or report.results[0][1]
@@ -140,8 +141,32 @@ class LocalSandbox:
             self._slots.put(slot)
 
     def close(self) -> None:
-        """Nothing; the helper files are gone."""
+        """Nothing; the helper files are gone, and others may have the users."""
         self._temporary.cleanup()
+        for claim in self._claims:
+            claim.close()
+
+    def _slot_with_users(self) -> _Slot:
+        """A slot of two users that no other sandbox of this machine has, in whichever process and run.
+
+        Were they shared, one's processes would count against another's limit. Raises UserError when none are left.
+        """
+        for user in range(FIRST_USER, LAST_USER, 2):
+            # A name that only one socket has, and that is free again when its process ends, however that comes.
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                claim.bind(f"\0megarl-sandbox-user-{user}")
+            except OSError as error:
+                claim.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            self._claims.append(claim)
+            return _Slot(user, user + 1)
+        raise UserError(
+            f"reward.sandbox.concurrency = {self._count}: all {(LAST_USER - FIRST_USER) // 2} pairs of users for "
+            "programs are in use on this machine"
+        )
 
     def _run(self, job: dict[str, Any], slot: _Slot) -> SandboxReport:
         config = self.config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ SHARED_IMPORTS = [
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, fresh: bool = False
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600, fresh: bool = False
 ) -> list[Any]:
     """What `function(rank, world_size, *args)` returned on each rank of a fresh gloo job, by rank.
 
@@ -29,13 +28,16 @@ def run_ranks(
     Ranks see the environment that the first call of this process saw; with `fresh` that of now, and have imported
     nothing yet.
     """
+    from torch.distributed import TCPStore
+
     context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(SHARED_IMPORTS)
     results = context.SimpleQueue()
-    port = _free_port()
+    # This process has the meeting point from the beginning: nobody takes its port before the ranks are there.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_rank_main, args=(function, rank, world_size, port, results, args), daemon=True)
+        context.Process(target=_rank_main, args=(function, rank, world_size, store.port, results, args), daemon=True)
         for rank in range(world_size)
     ]
     deadline = time.monotonic() + timeout
@@ -59,7 +61,7 @@ def run_ranks(
             collected[rank] = pickle.loads(value)
     finally:
         for process in processes:
-            process.join(timeout=5 if len(collected) == world_size else 0)
+            process.join(timeout=60 if len(collected) == world_size else 0)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -89,12 +91,6 @@ class _one_thread_a_rank:
                 os.environ[name] = value
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _rank_main(
     function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
 ) -> None:
@@ -104,7 +100,8 @@ def _rank_main(
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
         value = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()

@@ -106,8 +106,8 @@ def test_the_same_layout_goes_on_bit_for_bit(
 ) -> None:
     folder = str(write_tiny_model(tmp_path / "model", "qwen2", tied=True))
     root = str(tmp_path / "checkpoints")
-    whole = run_ranks(save_and_go_on, world, folder, root, parallel, dtype, asynchronous, timeout=280)[0]
-    resumed = run_ranks(restore_and_go_on, world, folder, root, parallel, dtype, True, timeout=280)[0]
+    whole = run_ranks(save_and_go_on, world, folder, root, parallel, dtype, asynchronous)[0]
+    resumed = run_ranks(restore_and_go_on, world, folder, root, parallel, dtype, True)[0]
     assert resumed["norms"] == whole["norms"]
     assert largest_difference(resumed, whole) == 0
 
@@ -116,7 +116,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
 def saved_at_tp2_dp2(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Any]]:
     base = tmp_path_factory.mktemp("saved")
     folder, root = str(write_tiny_model(base / "model", "qwen2", tied=False)), str(base / "checkpoints")
-    return folder, root, run_ranks(save_and_go_on, 4, folder, root, {"tensor": 2}, "float32", False, timeout=280)[0]
+    return folder, root, run_ranks(save_and_go_on, 4, folder, root, {"tensor": 2}, "float32", False)[0]
 
 
 @pytest.mark.parametrize(("layout", "distributed"), [*((layout, True) for layout in LAYOUTS), ("dp2", False)])
@@ -125,7 +125,7 @@ def test_another_layout_goes_on_within_rounding(
 ) -> None:
     parallel, world = LAYOUTS[layout]
     folder, root, whole = saved_at_tp2_dp2
-    resumed = run_ranks(restore_and_go_on, world, folder, root, parallel, "float32", distributed, timeout=280)[0]
+    resumed = run_ranks(restore_and_go_on, world, folder, root, parallel, "float32", distributed)[0]
     for ours, theirs in zip(resumed["norms"], whole["norms"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert largest_difference(resumed, whole) < 1e-4
@@ -143,7 +143,7 @@ def test_a_checkpoint_under_another_step_s_name_is_not_taken_for_it(
     folder, root, _ = saved_at_tp2_dp2
     shutil.copytree(f"{root}/step_000003", tmp_path / "step_000003")
     shutil.copytree(f"{root}/step_000003", tmp_path / "step_000009")
-    ((step, left),) = run_ranks(restore_by_name, 1, folder, str(tmp_path), timeout=280)
+    ((step, left),) = run_ranks(restore_by_name, 1, folder, str(tmp_path))
     assert step == 3 and left == ["step_000003", "step_000009.damaged"]
 
 
@@ -168,7 +168,7 @@ def test_moments_that_arrive_in_the_wrong_place_stop_the_run(
     saved_at_tp2_dp2: tuple[str, str, dict[str, Any]],
 ) -> None:
     folder, root, _ = saved_at_tp2_dp2
-    (message,) = run_ranks(lose_a_moment, 1, folder, root, timeout=280)
+    (message,) = run_ranks(lose_a_moment, 1, folder, root)
     assert "did not arrive as it was saved" in message and "exp_avg_sq" in message
 
 
@@ -209,7 +209,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(
     tmp_path: Path, small_disk: Path, checks_space: bool
 ) -> None:
     folder = str(write_tiny_model(tmp_path / "model", "qwen2", tied=True, layers=2))
-    for message, left, step in run_ranks(fill_the_disk, 2, folder, str(small_disk), checks_space, timeout=280):
+    for message, left, step in run_ranks(fill_the_disk, 2, folder, str(small_disk), checks_space):
         assert f"{small_disk}/checkpoints: the checkpoint of step 2 cannot be written" in message
         assert "space left" in message.lower() and "last good one is step_000001" in message
         assert left == ["step_000001"]
@@ -232,5 +232,5 @@ def test_a_folder_without_write_permission_is_named(tmp_path: Path) -> None:
     folder = str(write_tiny_model(tmp_path / "model", "qwen2", tied=True, layers=2))
     root = tmp_path / "checkpoints"
     root.mkdir(mode=0o555)
-    (message,) = run_ranks(save_without_permission, 1, folder, str(root), timeout=280)
+    (message,) = run_ranks(save_without_permission, 1, folder, str(root))
     assert f"{root}: the checkpoint of step 1 cannot be written: Permission denied" in message

@@ -57,7 +57,7 @@ def test_loss_gradient_and_selected_tokens_equal_those_of_one_rank(
     folder: str, padded: dict[str, Any], layout: str
 ) -> None:
     parallel, world_size = LAYOUTS[layout]
-    for results in run_ranks(few_updates, world_size, folder, parallel, True, timeout=280):
+    for results in run_ranks(few_updates, world_size, folder, parallel, True):
         assert len(results) == len(NAMES)
         for (objective, budget), result in results.items():
             if objective != "ppo_everything":
@@ -77,7 +77,7 @@ def test_training_over_context_ranks_with_a_sharded_optimizer_equals_transformer
 
     folder = write_tiny_model(tmp_path / "qwen3", "qwen3", tied=True)
     torch.save(test_parity.reference_training(folder), folder / "reference.pt")
-    for (deviation,) in run_ranks(train_packed, 2, [str(folder)], {"context": 2}, timeout=280):
+    for (deviation,) in run_ranks(train_packed, 2, [str(folder)], {"context": 2}):
         assert deviation["names"] == []
         assert deviation["norms"] < 1e-5 and deviation["weights"] < 1e-5, deviation
 
@@ -99,9 +99,9 @@ def restore_packed(rank: int, world_size: int, folder: str, root: str, parallel:
 def test_a_checkpoint_of_context_ranks_goes_on_bit_for_bit_and_on_one_rank(tmp_path: Path) -> None:
     folder, root = str(write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2)), str(tmp_path / "saved")
     parallel = {"context": 2}
-    whole = run_ranks(save_packed, 4, folder, root, parallel, timeout=280)[0]
-    resumed = run_ranks(restore_packed, 4, folder, root, parallel, timeout=280)[0]
+    whole = run_ranks(save_packed, 4, folder, root, parallel)[0]
+    resumed = run_ranks(restore_packed, 4, folder, root, parallel)[0]
     assert resumed["norms"] == whole["norms"]
     assert test_checkpoint.largest_difference(resumed, whole) == 0
-    (alone,) = run_ranks(test_checkpoint.restore_and_go_on, 1, folder, root, {}, "bfloat16", True, timeout=280)
+    (alone,) = run_ranks(test_checkpoint.restore_and_go_on, 1, folder, root, {}, "bfloat16", True)
     assert alone["norms"] == pytest.approx(whole["norms"], rel=0.02)

@@ -164,7 +164,7 @@ def check_layout_against_reference(folder: Path, models: list[tuple[str, bool]],
         model = write_tiny_model(folder / f"{family}_{'tied' if tied else 'untied'}", family, tied=tied)
         torch.save(reference_training(model), model / "reference.pt")
         folders.append(str(model))
-    for deviations in run_ranks(train_in_layout, world_size, folders, parallel, timeout=280):
+    for deviations in run_ranks(train_in_layout, world_size, folders, parallel):
         for model, deviation in zip(folders, deviations, strict=True):
             assert deviation["names"] == [], model
             assert deviation["logits"] < 1e-5, (model, deviation)

@@ -35,7 +35,7 @@ OUTAGE = """
 def test_an_outage_ends_the_run_with_its_line_and_a_checkpoint_to_go_on_from(parts: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "outage.yaml", parts)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OUTAGE), str(config)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", textwrap.dedent(OUTAGE), str(config)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "megarl: error: no rollout server answered for 5 s"

@@ -51,7 +51,7 @@ def run_tool(name: str, *arguments: str) -> None:
         [sys.executable, str(TOOLS / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
@@ -95,5 +95,5 @@ def test_smollm2_converts_generates_and_comes_back_bit_for_bit(smollm2: Path, tm
     prompt, generated, text = greedy(smollm2, 40)
     assert greedy(tmp_path / "back", 40) == (prompt, generated, text)
     assert "addition" in text, f"no answer of the trained model: {text}"
-    for choices in run_ranks(policy_choices, 2, str(tmp_path / "back"), prompt, generated, timeout=280):
+    for choices in run_ranks(policy_choices, 2, str(tmp_path / "back"), prompt, generated):
         assert choices is None or choices == generated

@@ -26,7 +26,7 @@ def run_sweep(path: Path, action: str = "run") -> subprocess.CompletedProcess[st
         [sys.executable, str(ROOT / "tools" / "sweep.py"), action, str(path)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 
 def run_module(
-    module: str, config: Path, *overrides: str, ranks: int = 1, timeout: float = 240
+    module: str, config: Path, *overrides: str, ranks: int = 1, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m"]
     if ranks > 1:
@@ -134,7 +134,7 @@ def test_a_reward_that_is_not_finite_stops_the_step_and_names_the_sample(parts: 
         [sys.executable, "-m", "megarl.train", str(config)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 2
@@ -150,7 +150,7 @@ def test_a_run_whose_filter_leaves_no_sample_still_evaluates_and_ends(parts: Pat
         [sys.executable, "-m", "megarl.train", str(config)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 import yaml
 
 from megarl.data.generated import write_arithmetic
+from megarl.rollout.sglang.control import ServerControl
 from tests.servers.conftest import Served
 from tests.servers.test_client import misbehave
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.servers
+
+REQUESTS_PER_STEP = 4
 
 
 def write_config(folder: Path, served: Served, lag: int) -> Path:
@@ -51,18 +55,27 @@ def test_a_stop_gives_up_a_response_that_does_not_come(served: Served, tmp_path:
         assert run.poll() is None, log.read_text()
         return metrics.read_text().count("\n") if metrics.is_file() else 0
 
+    def wait_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            time.sleep(0.05)
+
+    control = ServerControl(served.urls[0])
+    before = control.server_info()["served"]
     with log.open("w") as output:
         run = subprocess.Popen([sys.executable, "-m", "megarl.train", str(config)], stdout=output, stderr=output)
     try:
-        while steps() < 2:
-            time.sleep(0.1)
+        wait_until(lambda: steps() >= 2)
         misbehave(served.urls[0], "hang")
-        seen = -1
-        while seen != (seen := steps()):
-            time.sleep(3.0)  # until no step ends any more
+        # All but one response of a batch come, and the steps before that batch end.
+        wait_until(lambda: steps() >= 0 and not control.server_info()["misbehaviour"])
+        wait_until(lambda: steps() >= 0 and (control.server_info()["served"] - before) % REQUESTS_PER_STEP == 3)
+        seen = (control.server_info()["served"] - before) // REQUESTS_PER_STEP
+        wait_until(lambda: steps() == seen)
         os.kill(run.pid, signal.SIGTERM)
-        assert run.wait(timeout=30) == 0, log.read_text()
+        assert run.wait(timeout=240) == 0, log.read_text()
     finally:
         run.kill()
+        run.wait()
+        misbehave(served.urls[0])
     assert f"stopped by SIGTERM before step {seen}" in log.read_text()
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/manifest.json")] == [f"step_{seen:06d}"]

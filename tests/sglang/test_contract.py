@@ -10,7 +10,7 @@ import pytest
 from tests.server_contract import CONTRACT, LETHAL, dies_of
 from tests.server_processes import running_server, write_served_model
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from megarl.policy.convert import hf_to_megatron, megatron_to_hf
 from megarl.policy.parallel import ParallelConfig
 from tests.server_processes import running_server, write_served_model
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 PROMPT = [3, 14, 15, 92, 65]
 COUNT = 24

@@ -23,12 +23,13 @@ from megarl.data.weights import NamedTensors
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.mismatch import token_versions
+from megarl.rollout.sglang.control import ServerControl
 from megarl.rollout.sglang.engine import SglangEngine
 from tests.server_processes import running_server
 from tests.tiny_models import write_tiny_model
 from tests.weight_sync_cases import disturbed
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def logprobs(model: Any, token_ids: list[int], temperature: float) -> torch.Tens
     return logits.log_softmax(dim=-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
 
 
-def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(parts: Path, url: str, tmp_path: Path) -> None:
+def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(
+    parts: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (first, first_model), (later, later_model) = weights_of(parts / "model"), weights_of(parts / "later")
     tokenizer = transformers.AutoTokenizer.from_pretrained(parts / "model")
     config = RolloutConfig(
@@ -73,22 +76,29 @@ def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(parts: P
     engine = SglangEngine(
         config, str(parts / "model"), tokenizer, expected=first.shapes, max_positions=128, folder=tmp_path, seed=1
     )
-    # Eight at a time, of many lengths: however fast the server is, some run and more wait when the weights change.
+    # Eight at a time, of many lengths, begun when the weights are about to change and one ended when they do: some run.
     requests = [
         GenerationRequest(Prompt(index, "test", [5, 9, 20 + index], "1"), index, index, 0.8, limit, (1, index))
         for index, limit in enumerate(itertools.islice(itertools.cycle((110, 40, 96, 71, 57, 83)), 96))
     ]
     samples: list[Sample | None] = []
+    one_ended = threading.Event()
+    thread = threading.Thread(
+        target=lambda: samples.extend(engine.generate(requests, on_sample=lambda _: one_ended.set()))
+    )
+    pause = ServerControl.pause
+
+    def pause_in_the_middle(self: ServerControl, mode: Any = "retract") -> None:
+        if thread.ident is None:
+            thread.start()
+        assert one_ended.wait(timeout=300), "no response ended"
+        pause(self, mode)
+
     try:
         engine.update_weights(first, 0)
-        one_ended = threading.Event()
-        thread = threading.Thread(
-            target=lambda: samples.extend(engine.generate(requests, on_sample=lambda _: one_ended.set()))
-        )
-        thread.start()
-        assert one_ended.wait(timeout=60), "no response ended"
+        monkeypatch.setattr(ServerControl, "pause", pause_in_the_middle)
         engine.update_weights(later, 1)
-        thread.join(timeout=120)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     finally:
         engine.close()
@@ -137,7 +147,7 @@ def test_a_run_with_lag_trains_on_batches_at_most_one_version_old(parts: Path, u
         [*launcher, "-m", "megarl.train", str(tmp_path / "config.yaml"), "parallel.tensor=2"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stderr[-4000:]

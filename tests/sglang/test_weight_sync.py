@@ -27,7 +27,7 @@ __all__ = [
     "test_wrong_names_and_shapes_are_refused_before_anything_is_sent",
 ]  # collected here, with this module's `served`
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 MODELS = [("qwen2", False), ("qwen2", True), ("llama", False), ("llama", True)]
 
 

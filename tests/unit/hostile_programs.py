@@ -41,7 +41,7 @@ HOSTILE_PROGRAMS: dict[str, str] = {
     "memory": "x = []\nwhile True: x.append(bytearray(50 * 2**20))",
     "memory at once": "x = bytearray(20 * 2**30)\nprint(3)",
     "memory of many": "import os\nfor _ in range(8): os.fork()\nx = bytearray(600 * 2**20)\nwhile True: pass",
-    "memory of several together": "import os, time\nr, w = os.pipe()\nfor _ in range(4):\n    if os.fork() == 0:\n        os.close(1), os.close(2)\n        x = bytearray(500 * 2**20)\n        os.write(w, b'x')\n        time.sleep(100)\nfor _ in range(4): os.read(r, 1)\ntime.sleep(0.5)\nprint(3)",
+    "memory of several together": "import os, time\nr, w = os.pipe()\nfor _ in range(4):\n    if os.fork() == 0:\n        os.close(1), os.close(2)\n        x = bytearray(500 * 2**20)\n        os.write(w, b'x')\n        time.sleep(100)\nfor _ in range(4): os.read(r, 1)\ntime.sleep(1.5)\nprint(3)",
     "memory in shared segments": "import ctypes\nc = ctypes.CDLL(None)\nassert c.shmget(0, 2**20, 0o1600) >= 0\nprint(3)",
     "memory in anonymous files": "import os\nos.memfd_create('x')\nprint(3)",
     "files without content": "import os\nfor n in range(10**6):\n    os.close(os.open(f'/tmp/{n}', os.O_CREAT))\n    if n == 10**5: print(3); break",

@@ -23,12 +23,22 @@ from megarl.reward.sandbox import LocalSandbox, SandboxConfig
 from tests.unit.hostile_programs import HOSTILE_MODULES, HOSTILE_PROGRAMS, SUM_TESTS
 
 CODE_ROWS = Path(__file__).parents[3] / "shared" / "data" / "code_rows.jsonl"
+# Of programs that are to end by themselves, however busy the machine is, and of those that are to be stopped.
+ENOUGH = {"test_seconds": 20.0, "total_seconds": 40.0}
 TEST_SECONDS, TOTAL_SECONDS = 2.0, 4.0
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap (bwrap) is not installed")
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[LocalSandbox]:
+    pytest.importorskip("pyseccomp", exc_type=Exception)
+    sandbox = LocalSandbox(SandboxConfig(**ENOUGH), 2)
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[LocalSandbox]:
     pytest.importorskip("pyseccomp", exc_type=Exception)
     os.environ["MEGARL_SECRET"] = "1"
     sandbox = LocalSandbox(SandboxConfig(test_seconds=TEST_SECONDS, total_seconds=TOTAL_SECONDS), 2)
@@ -214,52 +224,60 @@ def test_a_completion_is_joined_to_its_prompt(sandbox: LocalSandbox) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE_PROGRAMS)
-def test_a_hostile_program_never_passes_nor_outlives_its_deadline(name: str, sandbox: LocalSandbox) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+def test_a_hostile_program_never_passes_nor_outlives_its_deadline(name: str, hasty: LocalSandbox) -> None:
     began = time.monotonic()
-    outcome = grade_code(fenced(HOSTILE_PROGRAMS[name]), json.dumps(SUM_TESTS), CodeRule(), sandbox)
+    outcome = grade_code(fenced(HOSTILE_PROGRAMS[name]), json.dumps(SUM_TESTS), CodeRule(), hasty)
     assert outcome.reward == 0.0, outcome
-    assert time.monotonic() - began < TOTAL_SECONDS + 20, "not even the outer deadline held"
-    assert not left_over(before)
+    assert time.monotonic() - began < TOTAL_SECONDS + 60, "not even the outer deadline held"
+    assert not left_over(hasty)
     assert not Path("/usr/evil").exists() and not Path("/evil").exists()
 
 
 @needs_bubblewrap
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("tests", [SHAPES["calls"], SHAPES["assertions"]], ids=["calls", "assertions"])
 @pytest.mark.parametrize("name", HOSTILE_MODULES)
-def test_a_hostile_module_never_passes(name: str, tests: Any, sandbox: LocalSandbox) -> None:
-    assert reward(HOSTILE_MODULES[name], tests, sandbox) == 0.0
+def test_a_hostile_module_never_passes(name: str, tests: Any, hasty: LocalSandbox) -> None:
+    assert reward(HOSTILE_MODULES[name], tests, hasty) == 0.0
 
 
 @needs_bubblewrap
-def test_the_sandbox_works_after_all_this(sandbox: LocalSandbox) -> None:
-    assert reward("print(sum(map(int, input().split())))", SUM_TESTS, sandbox) == 1.0
+def test_the_sandbox_works_after_all_this(hasty: LocalSandbox) -> None:
+    assert reward("print(sum(map(int, input().split())))", SUM_TESTS, hasty) == 1.0
 
 
-def left_over(before: set[int]) -> list[str]:
-    """Processes of sandbox users or bwrap itself that were not there before, and are still there after a moment."""
-    deadline = time.monotonic() + 5.0
-    while (found := _new_processes(before)) and time.monotonic() < deadline:
+def users_of(sandbox: LocalSandbox) -> set[int | None]:
+    return {user for slot in sandbox._slots.queue for user in (slot.program_user, slot.judge_user)}
+
+
+def left_over(sandbox: LocalSandbox) -> list[str]:
+    """Processes of the sandbox's users or its bwrap that are still there after a while; others' do not count."""
+    deadline = time.monotonic() + 60.0
+    while (found := _processes_of(sandbox)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 
 
-def _new_processes(before: set[int]) -> list[str]:
-    found = []
-    for process in psutil.process_iter(["pid", "name", "uids", "status"]):
-        new = process.info["pid"] not in before and process.info["status"] != psutil.STATUS_ZOMBIE
-        if new and (process.info["name"] == "bwrap" or 61_000 <= process.info["uids"].real < 62_000):
+def _processes_of(sandbox: LocalSandbox) -> list[str]:
+    users, folder, found = users_of(sandbox), str(sandbox._folder), []
+    for process in psutil.process_iter(["pid", "name", "uids", "status", "cmdline"]):
+        its_own = process.info["uids"].real in users or folder in (process.info["cmdline"] or [])
+        if its_own and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(str(process.info))
     return found
 
 
 @needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root hands out users")
+def test_no_two_sandboxes_share_users(sandbox: LocalSandbox, hasty: LocalSandbox) -> None:
+    assert len(users_of(sandbox)) == len(users_of(hasty)) == 4
+    assert not users_of(sandbox) & users_of(hasty)
+
+
+@needs_bubblewrap
 def test_a_judge_of_the_same_user_hides_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)  # as when an ordinary user starts it: one user inside
-    sandbox = LocalSandbox(SandboxConfig(test_seconds=TEST_SECONDS, total_seconds=TOTAL_SECONDS), 1)
+    sandbox = LocalSandbox(SandboxConfig(**ENOUGH), 1)
     assert reward("print(sum(map(int, input().split())))", SUM_TESTS, sandbox) == 1.0
     assert reward(ADD, SHAPES["calls"], sandbox) == 1.0
     for name in ("expected output in memory", "expected output in descriptors", "ptrace", "user namespace"):
@@ -269,11 +287,13 @@ def test_a_judge_of_the_same_user_hides_its_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_bare_process_needs_to_be_asked_for() -> None:
-    sandbox = LocalSandbox(SandboxConfig(kind="process", test_seconds=TEST_SECONDS), 1)
+    sandbox = LocalSandbox(SandboxConfig(kind="process", **ENOUGH), 1)
     assert reward("print(sum(map(int, input().split())))", SUM_TESTS, sandbox) == 1.0
-    assert reward("while True: pass", SUM_TESTS, sandbox) == 0.0
     assert reward(ADD, SHAPES["calls"], sandbox) == 1.0
     sandbox.close()
+    hasty = LocalSandbox(SandboxConfig(kind="process", test_seconds=TEST_SECONDS), 1)
+    assert reward("while True: pass", SUM_TESTS, hasty) == 0.0
+    hasty.close()
 
 
 def test_without_bubblewrap_the_default_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from megarl.rollout.sglang import client as client_module
 from megarl.rollout.sglang.client import Client, Condition, _Round, _ServerFault
 from megarl.rollout.sglang.wire import Answer, Model
 
-pytestmark = pytest.mark.timeout(60)  # a request that is answered twice keeps the round from ending
+pytestmark = pytest.mark.timeout(120)  # a request that is answered twice keeps the round from ending
 
 ONE, OTHER = "http://one", "http://other"
 WHOLE = {
@@ -100,7 +100,7 @@ def test_requests_at_a_server_that_was_left_out_do_not_wait_for_it_when_it_hangs
     began = time.monotonic()
     answers = rounds(12, post, probe_other, max_attempts=20)
     assert [len(each) for each in answers] == [1] * 12
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40, "the one that hangs does so for 600 s"
 
 
 def test_requests_are_given_up_when_the_run_is_asked_to_stop(rounds: Callable[..., list[list[Answer]]]) -> None:
@@ -116,7 +116,7 @@ def test_requests_are_given_up_when_the_run_is_asked_to_stop(rounds: Callable[..
     began = time.monotonic()
     with pytest.raises(StopAsked):
         rounds(4, post, probe, before=stop)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40, "they would take 600 s"
 
 
 def test_an_abort_that_overtakes_its_request_is_sent_again(
@@ -125,12 +125,13 @@ def test_an_abort_that_overtakes_its_request_is_sent_again(
     monkeypatch.setattr(client_module, "SECONDS_BETWEEN_ABORTS", 0.2)
     known: list[str] = []  # requests that have come to a server
     aborted: dict[str, asyncio.Event] = {}
+    overtaken = asyncio.Event()
 
     async def post(url: str, body: Any) -> Any:
         if len(known) < 3:
             known.append(body["rid"])
             return WHOLE
-        await asyncio.sleep(0.3)
+        await overtaken.wait()
         known.append(body["rid"])
         await aborted.setdefault(body["rid"], asyncio.Event()).wait()
         return {**WHOLE, "meta_info": {**WHOLE["meta_info"], "finish_reason": {"type": "abort"}}}
@@ -138,6 +139,8 @@ def test_an_abort_that_overtakes_its_request_is_sent_again(
     async def ask_to_abort(self: Any, url: str, name: str) -> None:
         if name in known:
             aborted[name].set()
+        else:
+            overtaken.set()
 
     async def probe(url: str) -> tuple[Condition, str]:
         return Condition.USABLE, ""

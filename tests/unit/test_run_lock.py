@@ -17,14 +17,14 @@ HOLDER = "import sys, time; from pathlib import Path; from megarl.run_lock impor
 def holder(folder: Path, then: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", f"{HOLDER} print('held', flush=True); {then}", str(folder)],
-        stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
 
 def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path: Path) -> None:
-    process = holder(tmp_path, "time.sleep(60)")
+    process = holder(tmp_path, "time.sleep(600)")
     try:
         with pytest.raises(UserError, match=f"is in use by process {process.pid} on .*; wait for its end"):
             claim(tmp_path)
@@ -36,15 +36,17 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path: Path) ->
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
         process.stdout.close()
     claim(tmp_path)
     claim(tmp_path)  # the process that has it may ask again
 
 
 def test_children_do_not_keep_a_dead_run_s_folder(tmp_path: Path) -> None:
-    process = holder(tmp_path, "import os; child = os.fork(); time.sleep(3) if child == 0 else os._exit(0)")
+    process = holder(tmp_path, "import os; child = os.fork(); sys.stdin.read() if child == 0 else os._exit(0)")
     process.wait()
     claim(tmp_path)
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()  # only now its child ends
     process.stdout.close()

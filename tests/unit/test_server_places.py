@@ -72,7 +72,6 @@ def test_no_free_port_left_is_one_line_and_no_endless_wait(tmp_path: Path) -> No
     server.close()
 
 
-@pytest.mark.timeout(60)
 def test_a_wait_for_servers_is_given_up_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nsleep 600\n")
@@ -84,7 +83,7 @@ def test_a_wait_for_servers_is_given_up_when_the_run_is_asked_to_stop(tmp_path: 
     with pytest.raises(StopAsked):
         servers.usable()
     servers.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < config.start_timeout / 2
     gone = RunServers(RolloutConfig(engine="sglang", urls=["http://127.0.0.1:9"]), "model", seed=1, folder=tmp_path)
     threading.Timer(0.3, gone.give_up).start()
     with pytest.raises(StopAsked):

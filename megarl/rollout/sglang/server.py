@@ -150,7 +150,7 @@ class OwnedServer:
             if problem is None or self._closing.is_set():
                 return
             process.kill()
-            if not _says_port_taken(process.output()) or attempt == PORTS_TO_TRY - 1:
+            if not says_port_taken(process.output()) or attempt == PORTS_TO_TRY - 1:
                 raise StartFailed(problem)
             taken, self._port = self._port, choose_port(self._plan.host, self._port + 1 if self._config.port else 0)
             logger.warning("port %d was taken meanwhile; the SGLang server tries %d", taken, self._port)
@@ -204,7 +204,8 @@ def _is_served(control: ServerControl, name: str) -> bool:
         return False
 
 
-def _says_port_taken(output: str) -> bool:
+def says_port_taken(output: str) -> bool:
+    """Whether a server's output tells that it ended because its port was taken."""
     return any(
         words in output.lower() for words in ("address already in use", "port is already in use", "is not available in")
     )
