@@ -214,7 +214,8 @@ def server() -> Iterator[Callable[[Callable[[dict[str, Any]], tuple[int, Any]]],
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(BrokenPipeError):  # who asked has given it up
+                    self.wfile.write(data)
 
             def log_message(self, *arguments: Any) -> None:
                 return
