@@ -60,10 +60,9 @@ def reward(program: str, tests: Any, sandbox: Any, rule: CodeRule | None = None)
 @pytest.mark.skipif(not CODE_ROWS.is_file(), reason=f"{CODE_ROWS} is not on this machine")
 def test_every_row_of_the_public_reports_gets_its_verdict(sandbox: LocalSandbox, hasty: LocalSandbox) -> None:
     rows = [json.loads(line) for line in CODE_ROWS.read_text().splitlines()]
+    patience = {True: sandbox, False: hasty}  # some of the wrong ones never end
     verdicts = [
-        # Some of the wrong ones never end.
-        grade_code(row["response"], json.dumps(row["tests"]), CodeRule(), sandbox if row["verdict"] else hasty).reward
-        > 0
+        bool(grade_code(row["response"], json.dumps(row["tests"]), CodeRule(), patience[row["verdict"]]).reward)
         for row in rows
     ]
     assert not [row["id"] for row, verdict in zip(rows, verdicts, strict=True) if verdict != row["verdict"]]
