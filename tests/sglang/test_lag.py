@@ -83,7 +83,7 @@ def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(parts: P
         engine.update_weights(first, 0)
         one_ended = threading.Event()
         thread = threading.Thread(
-            target=lambda: samples.extend(engine.generate(requests, on_sample=lambda _: one_ended.set()))
+            target=lambda: samples.extend(engine.generate(requests, on_samples=lambda _: one_ended.set()))
         )
         thread.start()
         assert one_ended.wait(timeout=60), "no response ended"
