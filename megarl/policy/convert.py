@@ -29,6 +29,7 @@ from megarl.policy.hf_weights import (
     assemble,
     check_tensors,
     expected_tensors,
+    joined,
     load_hf_weights,
     model_rules,
 )
@@ -261,7 +262,7 @@ class _StoredParameter:
         parts = {"tensor": self._entry}
         apply_factories(parts)  # a gated weight is stored as its two halves
         pieces = [megatron_format.read_part(checkpoint, part, self.dtype) for part in nested_values(parts)]
-        yield from zip(self.names, assemble(self._rule, [torch.cat(pieces)], shape), strict=True)
+        yield from zip(self.names, assemble(self._rule, [joined(pieces)], shape), strict=True)
 
 
 def _stored_parameters(model: PolicyModel, shape: ModelShape, stored: dict[str, Any]) -> list[_StoredParameter]:
