@@ -238,10 +238,11 @@ def _read_and_write(
         for name, tensor in tensors:
             writer.write(name, tensor)
 
+    reader = megatron_format.PartReader(checkpoint)
     with ThreadPoolExecutor(max_workers=1) as pool:
         written: Future[None] | None = None
         for done, parameter in enumerate(parameters, 1):
-            tensors = list(parameter.read(checkpoint, shape))
+            tensors = list(parameter.read(reader, shape))
             if written is not None:
                 written.result()
             written = pool.submit(write, tensors)
@@ -257,11 +258,11 @@ class _StoredParameter:
         self._entry, self._rule, self.dtype = entry, rule, dtype
         self.names = [name.format(layer=layer) for name in rule.hf]
 
-    def read(self, checkpoint: Path, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, reader: megatron_format.PartReader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of what the parameter is made of."""
         parts = {"tensor": self._entry}
         apply_factories(parts)  # a gated weight is stored as its two halves
-        pieces = [megatron_format.read_part(checkpoint, part, self.dtype) for part in nested_values(parts)]
+        pieces = [reader.read(part, self.dtype) for part in nested_values(parts)]
         yield from zip(self.names, assemble(self._rule, [joined(pieces)], shape), strict=True)
 
 
