@@ -14,7 +14,7 @@ META = torch.device("meta")
 class WithoutMemory(TorchDispatchMode):
     """Within, tensors are made on torch's meta device, whichever device is named; unlike a `with torch.device("meta")`.
 
-    Its way through Python is a tenth of `FakeTensorMode`'s, whose care for devices a single device does not need.
+    Quicker than `FakeTensorMode`, whose care for several devices a single one does not need.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
