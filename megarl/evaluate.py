@@ -233,22 +233,6 @@ def summarise(name: str, responses: Sequence[Response]) -> dict[str, float]:
 _DECIDED = ("right", "wrong", "scored", "no_answer")
 
 
-def sequence_mean_entropy(samples: Sequence[Sample]) -> float:
-    """Per-token entropy averaged within a response and then over responses, nats (the paper's H).
-
-    A response without tokens has no entropy and does not count; StatisticsError when all are empty.
-    """
-    return statistics.fmean(
-        float(sample.entropies.mean()) for sample in samples if sample.entropies is not None and sample.response_length
-    )
-
-
-def token_mean_entropy(samples: Sequence[Sample]) -> float:
-    """Per-token entropy averaged over all tokens, nats."""
-    total = sum(float(sample.entropies.sum()) for sample in samples if sample.entropies is not None)
-    return total / sum(sample.response_length for sample in samples)
-
-
 def results_table(metrics: Mapping[str, float], names: Iterable[str]) -> str:
     """The results as a plain-text table, a set a row, with both averages."""
     header = ["set", "responses", "accuracy", "+-", "pass@k", "maj@k", "truncated", "length", "entropy"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.data.flat import flat, flat_rollout_logprobs, response_lengths
 from megarl.data.samples import Sample
 from megarl.measure import measure_group_covariance
 from megarl.objective.importance import (
@@ -87,7 +88,7 @@ def samples_with_gradient(objective: ObjectiveConfig, table: TokenTable, lengths
 
 def _known_scores(samples: Sequence[Sample], device: torch.device) -> Scores | None:
     """What the policy's scores of the rollout say of these samples, while its weights are still the same."""
-    logprobs, entropies = _flat(samples, "policy_logprobs"), _flat(samples, "entropies")
+    logprobs, entropies = flat(samples, "policy_logprobs"), flat(samples, "entropies")
     return None if logprobs is None or entropies is None else Scores(logprobs.to(device), entropies.to(device))
 
 
@@ -133,14 +134,14 @@ def attach_reference_logprobs(reference: MegatronPolicy, samples: Sequence[Sampl
 
 def attach_advantages(objective: ObjectiveConfig, samples: Sequence[Sample]) -> None:
     """Nothing; sets the per-token `advantages` of the samples, all groups of the rollout taken together."""
-    lengths = torch.tensor([sample.response_length for sample in samples])
+    lengths = response_lengths(samples)
     advantages = compute_advantages(
         objective,
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         group=torch.tensor([sample.group for sample in samples]),
         lengths=lengths,
-        old_logprob=_flat(samples, "old_logprobs"),
-        reference_logprob=_flat(samples, "reference_logprobs"),
+        old_logprob=flat(samples, "old_logprobs"),
+        reference_logprob=flat(samples, "reference_logprobs"),
     )
     for sample, values in zip(samples, advantages.split(lengths.tolist()), strict=True):
         sample.advantages = values.float()
@@ -150,10 +151,10 @@ def token_table(
     objective: ObjectiveConfig, samples: Sequence[Sample], device: torch.device
 ) -> tuple[TokenTable, dict[str, float]]:
     """The mini-batch's flat per-token arrays with each token's exact share in the loss, and `correction/...`."""
-    lengths = torch.tensor([sample.response_length for sample in samples])
-    advantages, old_logprobs = _flat(samples, "advantages"), _flat(samples, "old_logprobs")
+    lengths = response_lengths(samples)
+    advantages, old_logprobs = flat(samples, "advantages"), flat(samples, "old_logprobs")
     assert advantages is not None and old_logprobs is not None
-    reference = _flat(samples, "reference_logprobs")
+    reference = flat(samples, "reference_logprobs")
     weights = token_weights(lengths, objective.reduction, constant=objective.constant_length)
     importance, kept = rollout_correction(objective.rollout_correction, samples, lengths)
     table = TokenTable(
@@ -173,20 +174,15 @@ def rollout_correction(
     """(importance [tokens] fp32, kept [tokens] bool) of the policy against what sampled; None for what is off."""
     if not config.active:
         return None, None
-    policy = _flat(samples, "policy_logprobs")
+    policy = flat(samples, "policy_logprobs")
     assert policy is not None
-    sampled = torch.tensor([value for sample in samples for value in sample.rollout_logprobs], dtype=torch.float64)
+    sampled = flat_rollout_logprobs(samples)
     importance = kept = None
     if config.truncate != "off":
         importance = truncated_weights(policy, sampled, lengths, level=config.truncate, cap=config.cap)
     if config.reject != "off":
         kept = kept_tokens(policy, sampled, lengths, level=config.reject, low=config.low, high=config.high)
     return importance, kept
-
-
-def _flat(samples: Sequence[Sample], name: str) -> torch.Tensor | None:
-    pieces = [getattr(sample, name) for sample in samples]
-    return None if any(piece is None for piece in pieces) else torch.cat(pieces)
 
 
 def average(collected: Sequence[dict[str, float]]) -> dict[str, float]:

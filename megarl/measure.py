@@ -6,10 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
-
+from megarl.data.flat import flat, response_lengths, response_means
 from megarl.data.samples import Sample
-from megarl.evaluate import sequence_mean_entropy, token_mean_entropy
 from megarl.law.theory import group_covariance
 from megarl.reward.grading import grading_metrics
 from megarl.rollout.collect import Collected
@@ -42,15 +40,35 @@ def measure_rollout(rollout: Collected, version: int) -> dict[str, float]:
     return metrics | mismatch(with_tokens) | staleness(with_tokens, version)
 
 
+def sequence_mean_entropy(samples: Sequence[Sample]) -> float:
+    """Per-token entropy averaged within a response and then over responses, nats (the paper's H).
+
+    All samples are scored and have tokens.
+    """
+    entropies = flat(samples, "entropies")
+    assert entropies is not None, "the samples are not scored"
+    return float(response_means(entropies, response_lengths(samples)).mean())
+
+
+def token_mean_entropy(samples: Sequence[Sample]) -> float:
+    """Per-token entropy of scored samples averaged over all tokens, nats."""
+    entropies = flat(samples, "entropies")
+    assert entropies is not None, "the samples are not scored"
+    return float(entropies.double().mean())
+
+
 def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
     """Eq. 8 before an update, averaged over the step's groups and, by the group's accuracy, over those of each eighth.
 
     `samples` have their advantages and the log-probs of the policy that is about to be updated. Groups of one response
     have no covariance.
     """
-    logprobs = _response_means([sample.policy_logprobs for sample in samples])
-    advantages = _response_means([sample.advantages for sample in samples])
-    found = group_covariance(logprobs, advantages, [sample.group for sample in samples])
+    logprobs, advantages = flat(samples, "policy_logprobs"), flat(samples, "advantages")
+    assert logprobs is not None and advantages is not None, "the samples are not scored"
+    lengths = response_lengths(samples)
+    found = group_covariance(
+        response_means(logprobs, lengths), response_means(advantages, lengths), [sample.group for sample in samples]
+    )
     if not len(found.groups):
         return {}
     metrics = {
@@ -69,13 +87,3 @@ def measure_group_covariance(samples: Sequence[Sample]) -> dict[str, float]:
         f"covariance/group_accuracy_{100 * accuracy:g}%": statistics.fmean(values)
         for accuracy, values in sorted(by_accuracy.items())
     }
-
-
-def _response_means(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """[responses] fp64: each response's mean over its tokens."""
-    pieces = [piece for piece in values if piece is not None]
-    assert len(pieces) == len(values), "the samples are not scored"
-    lengths = torch.tensor([len(piece) for piece in pieces])
-    of_response = torch.arange(len(pieces)).repeat_interleave(lengths)
-    sums = torch.zeros(len(pieces), dtype=torch.float64).index_add_(0, of_response, torch.cat(pieces).double())
-    return sums / lengths

@@ -129,13 +129,18 @@ def run_ours(folder: Path, steps: int) -> None:
 
 
 def time_the_inner_parts(session: Any) -> Stopwatch:
-    """A stopwatch of generation, forward (model, head), backward and optimizer of this session's step."""
+    """A stopwatch of generation, forward (model, head, loss), backward and optimizer of this session's step.
+
+    Generation is the engine's: from token ids to samples with their texts. Grading is outside.
+    """
     import torch
+
+    from megarl import learn
 
     watch = Stopwatch()
     engine, policy = session.rollouts.engine, session.policy
-    engine._model.generate = watch.around(engine._model.generate)
-    engine._model.model.forward = watch.around(engine._model.model.forward)  # the shared prefill
+    engine._generate_batch = watch.around(engine._generate_batch)
+    learn.policy_loss = watch.around(learn.policy_loss)
     for module in policy.modules:
         module.forward = watch.around(module.forward)
     policy._head = watch.around(policy._head)

@@ -8,7 +8,7 @@ tensor ranks, and s = 1/t under sequence parallelism, else 1 (numbers: `KEPT`):
     MLP        m f / t      gate and up (2 f) and the product; unfused, the activated gate and up with Megatron's offset
                             of 0 added too
 plus fp32 scalars per row. The plain modules are counted against torch's saved tensors by
-tests/unit/test_plan_activations.py; Transformer Engine's need a GPU and were not counted here.
+tests/distributed/test_plan_activations.py; Transformer Engine's need a GPU and were not counted here.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from megarl.policy.hf_weights import (
     assemble,
     check_tensors,
     expected_tensors,
+    joined,
     load_hf_weights,
     model_rules,
 )
@@ -189,10 +190,10 @@ def megatron_to_hf(
 ) -> None:
     """Nothing; `out` is an HF folder of the checkpoint's weights, in their number format. Runs in this process.
 
-    Raises UserError for a damaged checkpoint, and when `out` exists.
+    Files of weights are checked while they are read. Raises UserError for a damaged checkpoint, and when `out` exists.
     """
     _refuse_existing(out)
-    manifest = sound_manifest(checkpoint)
+    manifest = _described(checkpoint)
     shape = read_model_shape(checkpoint / HF_SIDE_FILES)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize(ParallelConfig())
@@ -215,8 +216,15 @@ def megatron_to_hf(
         dtypes = {spec.dtype for spec in specs.values()}
         # A conversion's config says what its weights are; training may have changed the number format.
         dtype = None if manifest.kind == "convert" or len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
-        with HfFolderWriter(out, specs, checkpoint / HF_SIDE_FILES, dtype=dtype, shard_bytes=shard_bytes) as writer:
-            _read_and_write(parameters, checkpoint, shape, writer, progress)
+        with (
+            ThreadPoolExecutor(max_workers=1) as pool,
+            HfFolderWriter(out, specs, checkpoint / HF_SIDE_FILES, dtype=dtype, shard_bytes=shard_bytes) as writer,
+        ):
+            problems = pool.submit(files.file_problems, checkpoint, manifest.files, _weight_files(manifest))
+            try:
+                _read_and_write(parameters, checkpoint, shape, writer, progress)
+            finally:  # damage matters more than what the reading of damaged files led to
+                _refuse_damage(checkpoint, problems.result())
     finally:
         shutdown()
 
@@ -230,10 +238,11 @@ def _read_and_write(
         for name, tensor in tensors:
             writer.write(name, tensor)
 
+    reader = megatron_format.PartReader(checkpoint)
     with ThreadPoolExecutor(max_workers=1) as pool:
         written: Future[None] | None = None
         for done, parameter in enumerate(parameters, 1):
-            tensors = list(parameter.read(checkpoint, shape))
+            tensors = list(parameter.read(reader, shape))
             if written is not None:
                 written.result()
             written = pool.submit(write, tensors)
@@ -249,12 +258,12 @@ class _StoredParameter:
         self._entry, self._rule, self.dtype = entry, rule, dtype
         self.names = [name.format(layer=layer) for name in rule.hf]
 
-    def read(self, checkpoint: Path, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, reader: megatron_format.PartReader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of what the parameter is made of."""
         parts = {"tensor": self._entry}
         apply_factories(parts)  # a gated weight is stored as its two halves
-        pieces = [megatron_format.read_part(checkpoint, part, self.dtype) for part in nested_values(parts)]
-        yield from zip(self.names, assemble(self._rule, [torch.cat(pieces)], shape), strict=True)
+        pieces = [reader.read(part, self.dtype) for part in nested_values(parts)]
+        yield from zip(self.names, assemble(self._rule, [joined(pieces)], shape), strict=True)
 
 
 def _stored_parameters(model: PolicyModel, shape: ModelShape, stored: dict[str, Any]) -> list[_StoredParameter]:
@@ -269,13 +278,24 @@ def _stored_parameters(model: PolicyModel, shape: ModelShape, stored: dict[str, 
     return found
 
 
-def sound_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are as written. Raises UserError when they are not."""
+def _described(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are as written, but for those of weights, which are not looked at.
+
+    Raises UserError when they are not.
+    """
     try:
         manifest = files.read_manifest(checkpoint)
     except DamagedCheckpoint as error:
         raise UserError(f"{checkpoint}: {error}") from error
-    problems = files.file_problems(checkpoint, manifest.files, sorted(manifest.files))
+    others = sorted(set(manifest.files) - set(_weight_files(manifest)))
+    _refuse_damage(checkpoint, files.file_problems(checkpoint, manifest.files, others))
+    return manifest
+
+
+def _weight_files(manifest: Manifest) -> list[str]:
+    return sorted(name for name in manifest.files if name.endswith(".distcp"))
+
+
+def _refuse_damage(checkpoint: Path, problems: list[str]) -> None:
     if problems:
         raise UserError(f"{checkpoint} is damaged: {problems[0]}")
-    return manifest

@@ -95,7 +95,7 @@ def _redirect_tensor_methods() -> None:
     def type_name_or_cast(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         # Megatron's optimizer compares this string with "torch.cuda.FloatTensor" to sort its parameters.
         if dtype is None:
-            return original_type(self).replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{original_type(self).rpartition('.')[2]}"
         return original_type(self, dtype, *args, **kwargs)
 
     torch.Tensor.cuda = cuda  # type: ignore[method-assign,assignment]

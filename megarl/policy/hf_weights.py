@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,19 +242,24 @@ def fill_shard(
 
 
 def assemble(rule: WeightRule, shards: list[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
-    """The full HF tensors of a rule, from the shards of all tensor-parallel ranks."""
+    """The full HF tensors of a rule, from the shards of all tensor-parallel ranks; of a lone shard often views."""
     match rule.sharding:
         case Sharding.REPLICATED:
             return [shards[0]]
         case Sharding.VOCABULARY:
-            return [torch.cat(shards)[: shape.vocabulary]]
+            return [joined(shards)[: shape.vocabulary]]
         case Sharding.COLUMNS:
-            return [torch.cat(shards, dim=1)]
+            return [joined(shards, dim=1)]
         case Sharding.QKV:
-            return _separate_qkv(torch.cat(shards), shape)
+            return _separate_qkv(joined(shards), shape)
         case Sharding.GATED:
             halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+            return [joined([half[part] for half in halves]) for part in (0, 1)]
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The parts one after the other; a lone part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 @torch.no_grad()
@@ -315,7 +320,8 @@ def gather_hf_tensors(
     """Yields (HF name, full tensor) of every weight on every rank, one Megatron parameter at a time.
 
     Collective over tensor- and pipeline-parallel ranks: every rank must consume the iterator to its end. Vocabulary
-    padding is left out. `attribute` names what is gathered: `data`, or `main_grad` for gradients.
+    padding is left out; tensors may share the parameters' memory. `attribute` names what is gathered: `data`, or
+    `main_grad` for gradients.
     """
     if layout.pipeline_size == 1:
         for chunk in chunks:

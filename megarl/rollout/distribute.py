@@ -27,7 +27,7 @@ def generate_everywhere(
 ) -> list[Sample]:
     """The graded samples of all requests, in their order, on every rank; each rank generates and grades a share.
 
-    A sample is graded as soon as it is there, while others are still being generated; one that was cut (`abort`) is
+    Samples are graded as soon as they are there, while others are still being generated; one that was cut (`abort`) is
     not. When servers with the current weights are lost, `hand_over_weights` (collective) is called and the rest is
     generated. Collective over the job, by `group` where given. A UserError on one rank is raised on every rank.
     """
@@ -65,7 +65,7 @@ def _generate_and_grade(
     gradings: list[Future[None]] = []
     try:
         found = engine.generate(
-            [requests[place] for place in missing], lambda sample: gradings.append(pool.submit(grade, [sample]))
+            [requests[place] for place in missing], lambda ended: gradings.append(pool.submit(grade, ended))
         )
         for grading in gradings:
             grading.result()

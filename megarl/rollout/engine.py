@@ -33,13 +33,14 @@ class RolloutEngine(Protocol):
     """Generates under the weights that it was handed last."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+        self, requests: Sequence[GenerationRequest], on_samples: Callable[[Sequence[Sample]], None] | None = None
     ) -> list[Sample | None]:
         """One sample per request, in the order of the requests, with reward 0 still to be set.
 
-        `on_sample` is called with each sample that is finished as soon as it is, in any order. A sample with finish
-        reason `abort` was cut by the cap on long tails. None stands where no server is left that holds the current
-        weights: they have to be handed over again. Raises UserError for a prompt that the model cannot take.
+        `on_samples` is called with the samples that are finished as soon as they are, in any order; those that end
+        together come together. A sample with finish reason `abort` was cut by the cap on long tails. None stands where
+        no server is left that holds the current weights: they have to be handed over again. Raises UserError for a
+        prompt that the model cannot take.
         """
         ...
 

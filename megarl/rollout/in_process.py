@@ -44,7 +44,7 @@ class InProcessEngine:
         self._stopped = False
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+        self, requests: Sequence[GenerationRequest], on_samples: Callable[[Sequence[Sample]], None] | None = None
     ) -> list[Sample | None]:
         """One sample per request, in their order. Raises UserError for a prompt too long for the model's positions."""
         if self._version is None:
@@ -63,8 +63,8 @@ class InProcessEngine:
             batch = self._generate_batch([requests[place] for place in places], self._version)
             for place, sample in zip(places, batch, strict=True):
                 samples[place] = sample
-                if on_sample is not None:
-                    on_sample(sample)
+            if on_samples is not None:
+                on_samples(batch)
         return samples
 
     @torch.no_grad()

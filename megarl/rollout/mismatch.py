@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.data.flat import flat, flat_rollout_logprobs, response_lengths
 from megarl.data.samples import Sample
 from megarl.errors import UserError
 from megarl.objective.losses import kl_old_new
@@ -17,15 +18,22 @@ WORST_TOKENS = 20  # of a rejected step are written to the run folder
 
 def token_versions(sample: Sample) -> torch.Tensor:
     """[response] int64: the weight version that sampled each token."""
-    versions = torch.full((sample.response_length,), sample.weight_version)
-    for segment in sample.version_segments:
-        versions[segment.start : segment.end] = segment.version
+    return all_token_versions([sample])
+
+
+def all_token_versions(samples: Sequence[Sample]) -> torch.Tensor:
+    """[N] int64: the weight version that sampled each token of all samples."""
+    lengths = response_lengths(samples)
+    versions = torch.tensor([sample.weight_version for sample in samples]).repeat_interleave(lengths)
+    for sample, first in zip(samples, (lengths.cumsum(0) - lengths).tolist(), strict=True):
+        for segment in sample.version_segments:
+            versions[first + segment.start : first + segment.end] = segment.version
     return versions
 
 
 def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """`rollout/staleness_mean` and `_max` over all tokens: weight versions between sampling and `version`."""
-    age = version - torch.cat([token_versions(sample) for sample in samples])
+    age = version - all_token_versions(samples)
     return {
         "rollout/staleness_mean": float(age.double().mean()),
         "rollout/staleness_max": float(age.max()),
@@ -67,7 +75,7 @@ def check_mismatch(samples: Sequence[Sample], limit: float, *, version: int, evi
     Tokens of older `version`s differ because the policy has moved. The worst tokens go to the file `evidence`.
     """
     policy, engine = _both(samples)
-    fresh = torch.cat([token_versions(sample) for sample in samples]) == version
+    fresh = all_token_versions(samples) == version
     # A difference that is not a number is the worst of all.
     difference = torch.where(fresh, (policy - engine).abs(), 0.0).nan_to_num(nan=torch.inf)
     worst = difference.topk(min(WORST_TOKENS, len(difference)))
@@ -91,11 +99,10 @@ def check_mismatch(samples: Sequence[Sample], limit: float, *, version: int, evi
 
 def _both(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens] fp64 log-probs of all samples: the policy's, the engine's."""
-    policy = [sample.policy_logprobs for sample in samples if sample.policy_logprobs is not None]
-    if len(policy) < len(samples):
+    policy = flat(samples, "policy_logprobs")
+    if policy is None:
         raise ValueError("mismatch is measured on scored samples")
-    engine = [torch.tensor(sample.rollout_logprobs, dtype=torch.float64) for sample in samples]
-    return torch.cat(policy).double(), torch.cat(engine)
+    return policy.double(), flat_rollout_logprobs(samples)
 
 
 def _record(samples: Sequence[Sample], token: int) -> dict[str, object]:

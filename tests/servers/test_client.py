@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ def test_samples_are_graded_while_others_are_still_generated(served: Served, mak
     misbehave(served.urls[0], "hold")
     arrivals: list[str] = []
 
-    def grade(sample: Sample) -> None:
-        arrivals.append("sample")
+    def grade(samples: Sequence[Sample]) -> None:
+        arrivals.extend("sample" for _ in samples)
         if len(arrivals) == 3:
             arrivals.append("the last one is generated")
             misbehave(served.urls[0])
@@ -158,7 +158,7 @@ def generate_all_at_once(
     control = ServerControl(url)
     control.pause("retract")
     with ThreadPoolExecutor(1) as pool:
-        samples = pool.submit(engine.generate, requests, finished.append)
+        samples = pool.submit(engine.generate, requests, finished.extend)
         wait_for_load(url, lambda running, waiting: running + waiting == len(requests))
         control.resume()
         return samples.result()

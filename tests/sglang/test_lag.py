@@ -84,7 +84,7 @@ def test_every_token_carries_the_logprob_of_the_weights_that_sampled_it(
     samples: list[Sample | None] = []
     one_ended = threading.Event()
     thread = threading.Thread(
-        target=lambda: samples.extend(engine.generate(requests, on_sample=lambda _: one_ended.set()))
+        target=lambda: samples.extend(engine.generate(requests, on_samples=lambda _: one_ended.set()))
     )
     pause = ServerControl.pause
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ CODE_ROWS = Path(__file__).parents[3] / "shared" / "data" / "code_rows.jsonl"
 # Of programs that are to end by themselves, however busy the machine is, and of those that are to be stopped.
 ENOUGH = {"test_seconds": 20.0, "total_seconds": 40.0}
 TEST_SECONDS, TOTAL_SECONDS = 2.0, 4.0
+SHORT = 1.0  # seconds for a program that does nothing but go on: it outlives any deadline
+ENDLESS = {"infinite loop", "sleeps", "ignores signals", "reads on for ever", "hangs", "hangs at import"}
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap (bwrap) is not installed")
 
 
@@ -45,6 +47,20 @@ def hasty() -> Iterator[LocalSandbox]:
     yield sandbox
     del os.environ["MEGARL_SECRET"]
     sandbox.close()
+
+
+@pytest.fixture(scope="module")
+def short_sandbox() -> Iterator[LocalSandbox]:
+    pytest.importorskip("pyseccomp", exc_type=Exception)
+    sandbox = LocalSandbox(SandboxConfig(test_seconds=SHORT, total_seconds=2 * SHORT), 2)
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture
+def sandbox_for(hasty: LocalSandbox, short_sandbox: LocalSandbox) -> Callable[[str], LocalSandbox]:
+    """The sandbox for a hostile program by its name."""
+    return lambda name: short_sandbox if name in ENDLESS else hasty
 
 
 def fenced(program: str) -> str:
@@ -229,20 +245,23 @@ def test_a_completion_is_joined_to_its_prompt(sandbox: LocalSandbox) -> None:
 
 @needs_bubblewrap
 @pytest.mark.parametrize("name", HOSTILE_PROGRAMS)
-def test_a_hostile_program_never_passes_nor_outlives_its_deadline(name: str, hasty: LocalSandbox) -> None:
+def test_a_hostile_program_never_passes_nor_outlives_its_deadline(
+    name: str, sandbox_for: Callable[[str], LocalSandbox]
+) -> None:
+    sandbox = sandbox_for(name)
     began = time.monotonic()
-    outcome = grade_code(fenced(HOSTILE_PROGRAMS[name]), json.dumps(SUM_TESTS), CodeRule(), hasty)
+    outcome = grade_code(fenced(HOSTILE_PROGRAMS[name]), json.dumps(SUM_TESTS), CodeRule(), sandbox)
     assert outcome.reward == 0.0, outcome
     assert time.monotonic() - began < TOTAL_SECONDS + 60, "not even the outer deadline held"
-    assert not left_over(hasty)
+    assert not left_over(sandbox)
     assert not Path("/usr/evil").exists() and not Path("/evil").exists()
 
 
 @needs_bubblewrap
 @pytest.mark.parametrize("tests", [SHAPES["calls"], SHAPES["assertions"]], ids=["calls", "assertions"])
 @pytest.mark.parametrize("name", HOSTILE_MODULES)
-def test_a_hostile_module_never_passes(name: str, tests: Any, hasty: LocalSandbox) -> None:
-    assert reward(HOSTILE_MODULES[name], tests, hasty) == 0.0
+def test_a_hostile_module_never_passes(name: str, tests: Any, sandbox_for: Callable[[str], LocalSandbox]) -> None:
+    assert reward(HOSTILE_MODULES[name], tests, sandbox_for(name)) == 0.0
 
 
 @needs_bubblewrap

@@ -145,3 +145,30 @@ def test_a_tied_weight_stored_twice_comes_back_once(tmp_path: Path) -> None:
     TO_HF(["--checkpoint", str(tmp_path / "converted"), "--out", str(tmp_path / "back")])
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == tensors.keys() and all(back[name].equal(tensors[name]) for name in tensors)
+
+
+def one_byte_flipped(file: Path, place: float) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 0x10
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights in the middle": (lambda folder: one_byte_flipped(folder / "__0_0.distcp", 0.5), "not as it was written"),
+    "weights at the beginning": (lambda folder: one_byte_flipped(folder / "__0_0.distcp", 0), "not as it was written"),
+    "weights cut short": (lambda folder: os.truncate(folder / "__0_0.distcp", 1000), "has 1000 bytes"),
+    "weights gone": (lambda folder: (folder / "__0_0.distcp").unlink(), "is missing"),
+    "table of tensors": (lambda folder: one_byte_flipped(folder / ".metadata", 0.5), "not as it was written"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told_and_leaves_no_hf_folder(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    damage, message = DAMAGE[kind]
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    told = refused(capsys, TO_HF, "--checkpoint", tmp_path / "damaged", "--out", tmp_path / "out")
+    assert "is damaged: " in told and message in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]

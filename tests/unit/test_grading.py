@@ -24,6 +24,8 @@ from megarl.reward.gold import gold_problem
 from megarl.reward.grading import Grader, grading_metrics
 from megarl.reward.shaping import ShapingConfig, overlong_penalty, repeated_share, shape_rewards
 
+FUNCTIONS = "tests.reward_functions"
+
 
 def sample_with(response: str, truth: str = "5", source: str = "gsm8k", extra: dict[str, Any] | None = None) -> Sample:
     prompt = Prompt(17, source, [1], truth, extra_info=extra or {})
@@ -37,35 +39,6 @@ def graded(config: RewardConfig, *samples: Sample, rule: RewardRule | None = Non
     finally:
         grader.close()
     return list(samples)
-
-
-def length(response: str, truth: str, extra: dict[str, Any]) -> float:
-    return len(response) * extra["scale"]
-
-
-def raises(response: str, truth: str, extra: dict[str, Any]) -> float:
-    raise ValueError("no reward today")
-
-
-def hangs(response: str, truth: str, extra: dict[str, Any]) -> float:
-    time.sleep(1000)
-    return 0.0
-
-
-def nan(response: str, truth: str, extra: dict[str, Any]) -> float:
-    return float("nan")
-
-
-def text(response: str, truth: str, extra: dict[str, Any]) -> Any:
-    return "1"
-
-
-def lengths(responses: list[str], truths: list[str], extras: list[dict[str, Any]]) -> list[float]:
-    return [float(len(response)) for response in responses]
-
-
-def one_short(responses: list[str], truths: list[str], extras: list[dict[str, Any]]) -> list[float]:
-    return [1.0] * (len(responses) - 1)
 
 
 def test_the_default_grades_mathematics() -> None:
@@ -86,26 +59,20 @@ def test_sources_and_sets_have_their_own_rules() -> None:
 
 
 def test_a_function_by_import_path_gets_the_extra_information() -> None:
-    config = RewardConfig(workers=1, function=f"{__name__}:length")
+    config = RewardConfig(workers=1, function=f"{FUNCTIONS}:length")
     assert graded(config, sample_with("abcd", extra={"scale": 0.5}))[0].reward == 2.0
 
 
 def test_a_batched_function_gets_lists() -> None:
-    config = RewardConfig(workers=1, function=f"{__name__}:lengths", batched=True)
+    config = RewardConfig(workers=1, function=f"{FUNCTIONS}:lengths", batched=True)
     assert [sample.reward for sample in graded(config, sample_with("ab"), sample_with("abc"))] == [2.0, 3.0]
-
-
-def batch_sizes(responses: list[str], truths: list[str], extras: list[dict[str, Any]]) -> list[float]:
-    while not Path(extras[0]["gate"]).exists():
-        time.sleep(0.01)
-    return [float(len(responses))] * len(responses)
 
 
 def test_responses_that_come_one_by_one_are_gathered_for_a_batched_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "all have come"  # the judge is busy until then
-    config = RewardConfig(workers=1, function=f"{__name__}:batch_sizes", batched=True, deadline=60.0)
+    config = RewardConfig(workers=1, function=f"{FUNCTIONS}:batch_sizes", batched=True, deadline=60.0)
     grader = Grader(config)
     samples = [sample_with(str(number), extra={"gate": str(gate)}) for number in range(8)]
     submit, come = grader._submit, Semaphore(0)
@@ -130,14 +97,14 @@ def test_responses_that_come_one_by_one_are_gathered_for_a_batched_function(
 @pytest.mark.parametrize(
     ("name", "batched", "problem"),
     [
-        ("raises", False, "ValueError: no reward today.*test_grading.py"),
+        ("raises", False, "ValueError: no reward today.*reward_functions.py"),
         ("nan", False, "returned nan"),
         ("text", False, "returned '1'"),
         ("one_short", True, "returned 1 rewards for 2 responses"),
     ],
 )
 def test_a_faulty_function_names_the_sample_and_stops_or_drops(name: str, batched: bool, problem: str) -> None:
-    config = RewardConfig(workers=1, function=f"{__name__}:{name}", batched=batched)
+    config = RewardConfig(workers=1, function=f"{FUNCTIONS}:{name}", batched=batched)
     with pytest.raises(
         UserError, match=rf"prompt 17 \(gsm8k\).*{problem}.*begins 'the response in question'.*on_error"
     ):
@@ -150,7 +117,7 @@ def test_a_faulty_function_names_the_sample_and_stops_or_drops(name: str, batche
 
 
 def test_a_function_that_hangs_is_counted_and_dropped_if_so_configured() -> None:
-    config = RewardConfig(workers=1, function=f"{__name__}:hangs", deadline=0.5, on_failure="drop")
+    config = RewardConfig(workers=1, function=f"{FUNCTIONS}:sleeps_on", deadline=0.5, on_failure="drop")
     samples = graded(config, sample_with("x"))
     assert samples[0].dropped and samples[0].outcome and samples[0].outcome.status == "timeout"
     metrics = grading_metrics(samples)

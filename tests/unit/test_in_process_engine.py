@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,8 +299,8 @@ def test_generation_is_given_up_between_batches_when_the_run_is_asked_to_stop(tm
     requests = [GenerationRequest(Prompt(i, "t", [1, 2], "1"), i, i, 1.0, 3, (1,)) for i in range(6)]
     came: list[Sample] = []
 
-    def stop(sample: Sample) -> None:
-        came.append(sample)
+    def stop(ended: Sequence[Sample]) -> None:
+        came.extend(ended)
         engine.stop_generating()
 
     with pytest.raises(StopAsked):

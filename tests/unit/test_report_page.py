@@ -188,16 +188,15 @@ def test_broken_files_of_a_run_are_named(tmp_path: Path, name: str, content: byt
     assert "\n" not in str(refused.value)
 
 
-def test_a_page_that_cannot_be_written_is_one_line(
-    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_run(tmp_path / "run", steps=4))
     (tmp_path / "file").write_text("")
     for out, figures, message in (
         ("/dev/full", None, "/dev/full cannot be written: No space left on device"),
         (str(tmp_path / "r.html"), str(tmp_path / "file" / "x"), "cannot be written: Not a directory"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            main(["report", str(folders[0]), "-o", out, *(["--figures", figures] if figures else [])])
+            main(["report", run, "-o", out, *(["--figures", figures] if figures else [])])
         printed = capsys.readouterr().err
         assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
-import os
 import select
 import time
 from collections.abc import Iterator
@@ -21,49 +18,9 @@ from megarl.reward.workers import WorkerPool
 from tests.unit.hostile_answers import HOSTILE_ANSWERS
 
 DEADLINE = 2.0
+SHORT = 1.0  # the deadline of a task that is sure to need longer
 MEMORY_MIB = 1024
-FUNCTIONS = __name__
-
-
-def quick(response: str, truth: str, extra: dict[str, object]) -> float:
-    return float(response)
-
-
-def slow(response: str, truth: str, extra: dict[str, object]) -> float:
-    time.sleep(float(response))
-    return float(response)
-
-
-def hangs(response: str, truth: str, extra: dict[str, object]) -> float:
-    while True:
-        pass
-
-
-def hangs_in_c(response: str, truth: str, extra: dict[str, object]) -> float:
-    collections.deque(itertools.repeat(0), maxlen=0)  # for ever, and no signal is looked at
-    return 0.0
-
-
-def eats_memory(response: str, truth: str, extra: dict[str, object]) -> float:
-    return float(len(bytearray(8 * 2**30)))
-
-
-def dies(response: str, truth: str, extra: dict[str, object]) -> float:
-    os._exit(7)
-
-
-def prints(response: str, truth: str, extra: dict[str, object]) -> float:
-    print("this must not mix with the answers")
-    return 1.0
-
-
-def starts_a_child(response: str, truth: str, extra: dict[str, object]) -> float:
-    child = os.fork()
-    if child == 0:
-        time.sleep(1000)
-    Path(response).write_text(str(child))
-    time.sleep(1000)
-    return 0.0
+FUNCTIONS = "tests.reward_functions"
 
 
 @pytest.fixture
@@ -77,8 +34,9 @@ def pool() -> Iterator[WorkerPool]:
     assert not [process for process in processes if psutil.pid_exists(process)]
 
 
-def call(pool: WorkerPool, name: str, response: str = "1") -> object:
-    return pool.submit("sample_function", f"{FUNCTIONS}:{name}", response, "", {}).result(timeout=120)
+def call(pool: WorkerPool, name: str, response: str = "1", deadline: float = DEADLINE) -> object:
+    task = pool.submit("sample_function", f"{FUNCTIONS}:{name}", response, "", {}, deadline=deadline)
+    return task.result(timeout=120)
 
 
 def test_results_come_in_order(pool: WorkerPool) -> None:
@@ -103,9 +61,10 @@ def test_a_task_that_fails_costs_its_own_answer_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(select, "select", noted)
-        result = call(pool, name)
+        deadline = SHORT if status == "timeout" else DEADLINE
+        result = call(pool, name, deadline=deadline)
     assert result.status == status and result.detail  # type: ignore[attr-defined]
-    assert waits and max(waits) <= DEADLINE, "its answer is waited for until its deadline"
+    assert waits and max(waits) <= deadline, "its answer is waited for until its deadline"
     assert call(pool, "quick").value == [(1.0, "scored", "")]  # type: ignore[attr-defined]
     assert pool.counts.tasks == 3 and pool.counts.replaced == 1
 

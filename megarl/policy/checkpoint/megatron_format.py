@@ -119,22 +119,28 @@ class _Destination:
         """Nothing is left to do: the reader wrote into the place itself."""
 
 
-def read_part(folder: Path, part: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The stored values of one sharded tensor's local part, in its local shape; reads no other part, in this process.
+class PartReader:
+    """Reads parts of a checkpoint's tensors in this process.
 
     Megatron's own loading wants all of a tensor that is stacked over layers at once.
     """
-    reader = FileSystemReader(folder)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    size = torch.Size([1] * part.prepend_axis_num + list(part.local_shape))
-    tensor = torch.empty(size, dtype=dtype)
-    stored: Any = metadata.state_dict_metadata[part.key]
-    chunk = ChunkStorageMetadata(offsets=torch.Size(part.global_offset), sizes=size)
-    items = create_read_items_for_chunk_list(part.key, stored, [chunk])
-    destination: Any = _Destination(tensor)
-    reader.read_data(LoadPlan(items), destination).wait()
-    return tensor.view(part.local_shape)
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the table of what is stored."""
+        self._reader = FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read(self, part: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """The stored values of one sharded tensor's local part, in its local shape; no other part is read."""
+        size = torch.Size([1] * part.prepend_axis_num + list(part.local_shape))
+        tensor = torch.empty(size, dtype=dtype)
+        stored: Any = self._metadata.state_dict_metadata[part.key]
+        chunk = ChunkStorageMetadata(offsets=torch.Size(part.global_offset), sizes=size)
+        items = create_read_items_for_chunk_list(part.key, stored, [chunk])
+        destination: Any = _Destination(tensor)
+        self._reader.read_data(LoadPlan(items), destination).wait()
+        return tensor.view(part.local_shape)
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:

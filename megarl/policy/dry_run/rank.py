@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from megarl.policy.dry_run.groups import Place, present_place, simulated_rank
 from megarl.policy.dry_run.memory import MemoryCount, count_memory
+from megarl.policy.dry_run.no_memory import META, WithoutMemory
 from megarl.policy.dry_run.tiling import RankShards, shards_of
 from megarl.policy.model import ModelConfig, ModelShape, build_model_chunks
 from megarl.policy.optimizer import OptimizerSection, build_optimizer, with_gradient_buffers
@@ -39,14 +38,14 @@ def build_rank(
     plain = PrecisionConfig(dtype=precision.dtype, layers="local")
     with simulated_rank(rank, world_size, parallel) as layout:
         place = present_place(rank)
-        # Every tensor that is made has a shape and a format, and no memory.
-        with FakeTensorMode():
+        with WithoutMemory():
             config, chunks = build_model_chunks(shape, model, parallel, plain, on_gpu=False)
             shards = shards_of(chunks, shape, layout, place.coordinates["pipeline"])
             distributed = optimizer.distributed and layout.data_size * layout.context_size > 1
             # Parameters are made in their format; the wrapper that converts what comes in and goes out holds none.
-            if any(parameter.dtype != config.params_dtype for chunk in chunks for parameter in chunk.parameters()):
-                raise RuntimeError(f"a parameter was not made in {config.params_dtype}")
+            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+                if parameter.dtype != config.params_dtype or parameter.device != META:
+                    raise RuntimeError(f"a parameter was made in {parameter.dtype} on {parameter.device}")
             wrapped = with_gradient_buffers(config, list(chunks), distributed)
         # Ranks tell each other their parameter groups, which takes real tensors.
         built = build_optimizer(optimizer, wrapped, config.params_dtype, distributed, host_groups=False)

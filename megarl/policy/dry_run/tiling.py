@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megarl.errors import UserError
-from megarl.policy.families.table import EMBEDDING, Sharding
+from megarl.policy.families.table import EMBEDDING, Sharding, WeightRule
 from megarl.policy.hf_weights import all_parameters, assemble, expected_tensors, fill_shard
 from megarl.policy.model import ModelShape, PolicyModel
 from megarl.policy.parallel import Layout
@@ -75,24 +75,40 @@ def shards_of(chunks: list[PolicyModel], shape: ModelShape, layout: Layout, pipe
     """
     expected = expected_tensors(shape)
     found = RankShards(layout.tensor_rank, pipeline_rank)
+    # How a parameter is read depends on nothing but sizes, which most layers share: the first of a kind is read.
+    cuts: dict[tuple[WeightRule, torch.Size, tuple[tuple[int, ...], ...]], list[tuple[int, Box]]] = {}
     for chunk in chunks:
         for parameter, rule, layer in all_parameters(chunk, shape):
-            source = ShapesOnly(expected)
             names = [name.format(layer=layer) for name in rule.hf]
-            shard = torch.empty(parameter.shape)
-            try:
-                fill_shard(shard, rule, names, source, shape, layout)
-            except RuntimeError as error:  # torch's word on two shapes that differ
-                raise UserError(f"{names[0]} does not fit its parameter {tuple(parameter.shape)}: {error}") from error
-            back = assemble(rule, [shard] * layout.tensor_size, shape)
-            for name, tensor in zip(names, back, strict=True):
-                if tuple(tensor.shape) != expected[name]:
-                    raise UserError(f"{name} has shape {expected[name]} and would come back as {tuple(tensor.shape)}")
+            kind = rule, parameter.shape, tuple(expected[name] for name in names)
+            if kind not in cuts:
+                cuts[kind] = _cut(parameter.shape, rule, names, expected, shape, layout)
             whole = rule.sharding is Sharding.REPLICATED
-            found.regions += [Region(name, box, whole) for name, box in source.boxes]
+            found.regions += [Region(names[place], box, whole) for place, box in cuts[kind]]
             found.parameters += parameter.numel()
-            found.padding += parameter.numel() - sum(_volume(box) for _, box in source.boxes)
+            found.padding += parameter.numel() - sum(_volume(box) for _, box in cuts[kind])
     return found
+
+
+def _cut(
+    size: torch.Size,
+    rule: WeightRule,
+    names: list[str],
+    expected: Mapping[str, tuple[int, ...]],
+    shape: ModelShape,
+    layout: Layout,
+) -> list[tuple[int, Box]]:
+    """What a parameter of `size` reads: (which of `names`, its box). Raises UserError as `shards_of`."""
+    source, shard = ShapesOnly(expected), torch.empty(size)
+    try:
+        fill_shard(shard, rule, names, source, shape, layout)
+    except RuntimeError as error:  # torch's word on two shapes that differ
+        raise UserError(f"{names[0]} does not fit its parameter {tuple(size)}: {error}") from error
+    back = assemble(rule, [shard] * layout.tensor_size, shape)
+    for name, tensor in zip(names, back, strict=True):
+        if tuple(tensor.shape) != expected[name]:
+            raise UserError(f"{name} has shape {expected[name]} and would come back as {tuple(tensor.shape)}")
+    return [(names.index(name), box) for name, box in source.boxes]
 
 
 def check_tiling(ranks: Iterable[RankShards], shape: ModelShape, tensor_size: int) -> int:

@@ -70,7 +70,7 @@ class SglangEngine:
         self._sync_metrics: dict[str, float] = {}
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_sample: Callable[[Sample], None] | None = None
+        self, requests: Sequence[GenerationRequest], on_samples: Callable[[Sequence[Sample]], None] | None = None
     ) -> list[Sample | None]:
         """One sample per request, in their order; None where no server with the current weights is left."""
         if not self._recent:
@@ -82,8 +82,8 @@ class SglangEngine:
         def on_answer(place: int, answer: Answer) -> None:
             sample = self._sample(requests[place], answer)
             samples[place] = sample
-            if on_sample is not None and sample.finish_reason != "abort":
-                on_sample(sample)
+            if on_samples is not None and sample.finish_reason != "abort":
+                on_samples([sample])
 
         self._client.generate(requests, on_answer)
         return samples

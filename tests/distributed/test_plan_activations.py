@@ -16,6 +16,8 @@ from megarl.policy.precision import PrecisionConfig
 from tests.distributed.spawn import run_ranks
 from tests.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.distributed
+
 SHAPES = ((1, 1024), (8, 256))  # sequences x tokens: one long one, several shorter ones
 TOLERANCE = 0.15
 RECOMPUTE = ("none", "full")
