@@ -121,8 +121,16 @@ class LocalSandbox:
         compileall.compile_dir(self._folder, quiet=2)
         as_root = self._isolated and os.geteuid() == 0
         self._slots, self._claims = queue.Queue(), []
-        for _ in range(self._count):
-            self._slots.put(self._slot_with_users() if as_root else _Slot(None, None))
+        try:
+            for slot in self._slots_with_users() if as_root else [_Slot(None, None)] * self._count:
+                self._slots.put(slot)
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        """Nothing, or a UserError when a program that is right does not pass here."""
         report = self.run({"kind": "stdin", "program": "print(6*7)", "inputs": [""], "outputs": ["42\n"]})
         if not report.results or not report.results[0][0]:
             problem = report.problem or report.results[0][1]
@@ -146,12 +154,15 @@ class LocalSandbox:
         for claim in self._claims:
             claim.close()
 
-    def _slot_with_users(self) -> _Slot:
-        """A slot of two users that no other sandbox of this machine has, in whichever process and run.
+    def _slots_with_users(self) -> list[_Slot]:
+        """Slots of two users each that no other sandbox of this machine has, in whichever process and run.
 
-        Were they shared, one's processes would count against another's limit. Raises UserError when none are left.
+        Were they shared, one's processes would count against another's limit. Raises UserError when too few are left.
         """
+        slots: list[_Slot] = []
         for user in range(FIRST_USER, LAST_USER, 2):
+            if len(slots) == self._count:
+                break
             # A name that only one socket has, and that is free again when its process ends, however that comes.
             claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
@@ -162,11 +173,13 @@ class LocalSandbox:
                     raise
                 continue
             self._claims.append(claim)
-            return _Slot(user, user + 1)
-        raise UserError(
-            f"reward.sandbox.concurrency = {self._count}: all {(LAST_USER - FIRST_USER) // 2} pairs of users for "
-            "programs are in use on this machine"
-        )
+            slots.append(_Slot(user, user + 1))
+        if len(slots) < self._count:
+            raise UserError(
+                f"reward.sandbox.concurrency = {self._count}, but of the {(LAST_USER - FIRST_USER) // 2} pairs of "
+                f"users for programs on this machine only {len(slots)} are not in use"
+            )
+        return slots
 
     def _run(self, job: dict[str, Any], slot: _Slot) -> SandboxReport:
         config = self.config

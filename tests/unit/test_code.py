@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
+from megarl.reward import sandbox as sandbox_module
 from megarl.reward.code import BadTests, CodeRule, extract_program, grade_code, read_tests
 from megarl.reward.inside.compare import same_output, same_value
 from megarl.reward.remote_sandbox import RemoteSandbox
@@ -28,6 +29,8 @@ ENOUGH = {"test_seconds": 20.0, "total_seconds": 40.0}
 TEST_SECONDS, TOTAL_SECONDS = 2.0, 4.0
 SHORT = 1.0  # seconds for a program that does nothing but go on: it outlives any deadline
 ENDLESS = {"infinite loop", "sleeps", "ignores signals", "reads on for ever", "hangs", "hangs at import"}
+# Ends by itself, with the right answer: the limit on memory is to stop it, not the deadline.
+SLOW = {"memory of several together"}
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap (bwrap) is not installed")
 
 
@@ -58,9 +61,11 @@ def short_sandbox() -> Iterator[LocalSandbox]:
 
 
 @pytest.fixture
-def sandbox_for(hasty: LocalSandbox, short_sandbox: LocalSandbox) -> Callable[[str], LocalSandbox]:
+def sandbox_for(
+    sandbox: LocalSandbox, hasty: LocalSandbox, short_sandbox: LocalSandbox
+) -> Callable[[str], LocalSandbox]:
     """The sandbox for a hostile program by its name."""
-    return lambda name: short_sandbox if name in ENDLESS else hasty
+    return lambda name: short_sandbox if name in ENDLESS else sandbox if name in SLOW else hasty
 
 
 def fenced(program: str) -> str:
@@ -295,6 +300,25 @@ def _processes_of(sandbox: LocalSandbox) -> list[str]:
 def test_no_two_sandboxes_share_users(sandbox: LocalSandbox, hasty: LocalSandbox) -> None:
     assert len(users_of(sandbox)) == len(users_of(hasty)) == 4
     assert not users_of(sandbox) & users_of(hasty)
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root hands out users")
+def test_users_that_have_run_out_are_told_and_come_back_when_a_sandbox_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyseccomp", exc_type=Exception)
+    first = 62_000 + 4 * (os.getpid() % 700)  # not those of tests that run beside this one
+    monkeypatch.setattr(sandbox_module, "FIRST_USER", first)
+    monkeypatch.setattr(sandbox_module, "LAST_USER", first + 4)
+    one = LocalSandbox(SandboxConfig(**ENOUGH, concurrency=1), 1)
+    with pytest.raises(UserError, match=r"concurrency = 2, but of the 2 pairs of users .* only 1 are not in use"):
+        LocalSandbox(SandboxConfig(**ENOUGH, concurrency=2), 1)
+    other = LocalSandbox(SandboxConfig(**ENOUGH, concurrency=1), 1)  # the one that failed keeps none
+    assert users_of(one) | users_of(other) == set(range(first, first + 4))
+    for sandbox in (one, one, other):  # closing twice does no harm
+        sandbox.close()
+    both = LocalSandbox(SandboxConfig(**ENOUGH, concurrency=2), 1)
+    assert users_of(both) == set(range(first, first + 4))
+    both.close()
 
 
 @needs_bubblewrap
