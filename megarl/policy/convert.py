@@ -6,10 +6,12 @@ its shards. Into HF: one process reads layer by layer what any layout wrote. Num
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -217,16 +219,30 @@ def megatron_to_hf(
         # A conversion's config says what its weights are; training may have changed the number format.
         dtype = None if manifest.kind == "convert" or len(dtypes) > 1 else str(dtypes.pop()).removeprefix("torch.")
         with (
-            ThreadPoolExecutor(max_workers=1) as pool,
             HfFolderWriter(out, specs, checkpoint / HF_SIDE_FILES, dtype=dtype, shard_bytes=shard_bytes) as writer,
+            _refusing_damaged_weights(checkpoint, manifest),
         ):
-            problems = pool.submit(files.file_problems, checkpoint, manifest.files, _weight_files(manifest))
-            try:
-                _read_and_write(parameters, checkpoint, shape, writer, progress)
-            finally:  # damage matters more than what the reading of damaged files led to
-                _refuse_damage(checkpoint, problems.result())
+            _read_and_write(parameters, checkpoint, shape, writer, progress)
     finally:
         shutdown()
+
+
+@contextlib.contextmanager
+def _refusing_damaged_weights(checkpoint: Path, manifest: Manifest) -> Iterator[None]:
+    """While inside, the files of weights are checked; it is left with a UserError when one is not as written."""
+    left = threading.Event()
+    names = itertools.takewhile(lambda _: not left.is_set(), _weight_files(manifest))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        problems = pool.submit(files.file_problems, checkpoint, manifest.files, names)
+        try:
+            yield
+        except Exception:  # damage matters more than what the reading of damaged files led to
+            _refuse_damage(checkpoint, problems.result())
+            raise
+        else:
+            _refuse_damage(checkpoint, problems.result())
+        finally:  # who interrupts does not wait for further files
+            left.set()
 
 
 def _read_and_write(

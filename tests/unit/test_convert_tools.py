@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -172,3 +173,26 @@ def test_damage_is_told_and_leaves_no_hf_folder(
     told = refused(capsys, TO_HF, "--checkpoint", tmp_path / "damaged", "--out", tmp_path / "out")
     assert "is damaged: " in told and message in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def test_an_interruption_is_not_taken_for_damage_and_waits_for_no_further_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [f"many_{number}.distcp" for number in range(3000)]
+    checked: list[str] = []
+
+    def damaged(folder: Path, records: object, names: Iterable[str]) -> list[str]:
+        for name in names:
+            if name in many:
+                checked.append(name)
+                time.sleep(0.05)
+        return list(checked)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert.files, "file_problems", damaged)
+    monkeypatch.setattr(convert, "_weight_files", lambda manifest: many)
+    with pytest.raises(KeyboardInterrupt):
+        convert.megatron_to_hf(checkpoint, tmp_path / "out", progress=interrupt)
+    assert 0 < len(checked) < len(many) and not list(tmp_path.iterdir())
