@@ -114,13 +114,12 @@ class Evaluation:
 
     def _grade(self, samples: Sequence[Sample]) -> None:
         """Nothing; grades samples by their sets' rules and puts them into the journal, as they come."""
-        by_set: dict[int, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            by_set[self._places[sample.group][0]].append(sample)
-        for order, of_set in by_set.items():
-            self._session.grader.grade(of_set, self._tasks[order].settings.reward)
-        if self._journal:
-            self._journal.add(self._response(sample) for sample in samples)
+        rules = [self._tasks[self._places[sample.group][0]].settings.reward for sample in samples]
+        try:
+            self._session.grader.grade(samples, rules)
+        finally:  # a sample that ends the evaluation loses none of the others
+            if self._journal:
+                self._journal.add(self._response(sample) for sample in samples if sample.outcome is not None)
 
     def _response(self, sample: Sample) -> Response:
         order, place = self._places[sample.group]

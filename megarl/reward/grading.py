@@ -74,16 +74,25 @@ class Grader:
         for path in sorted(paths | ({REASONING_GYM} if "reasoning_gym" in functions else set())):
             self._check_path(path)
 
-    def grade(self, samples: Sequence[Sample], rule: RewardRule | None = None) -> None:
-        """Nothing; sets `outcome` and `reward` of every sample, by `rule` or its data source's; any thread may call it.
+    def grade(self, samples: Sequence[Sample], rules: Sequence[RewardRule | None] | None = None) -> None:
+        """Nothing; sets `outcome` and `reward` of every sample; any thread may call it.
 
-        Failures are treated as the config says: reward 0 with the outcome telling why, `dropped` set, or a UserError
-        that names the sample.
+        Each by its rule in `rules` or, without one, by its data source's. Failures are treated as the config says:
+        reward 0 with the outcome telling why, `dropped` set, or a UserError that names the sample. That one has no
+        outcome then; others that are decided by that time have theirs, and the rest is not waited for.
         """
-        rules = [rule or self.config.rule_for(sample.prompt.data_source) for sample in samples]
-        pending = [self._submit(sample, own) for sample, own in zip(samples, rules, strict=True)]
+        chosen = [
+            rule or self.config.rule_for(sample.prompt.data_source)
+            for sample, rule in zip(samples, rules or [None] * len(samples), strict=True)
+        ]
+        pending = [self._submit(sample, rule) for sample, rule in zip(samples, chosen, strict=True)]
+        refusal: UserError | None = None
         for sample, outcome in zip(samples, pending, strict=True):
-            self._settle(sample, _outcomes(outcome, 1)[0])
+            if refusal is None or not isinstance(outcome, Future) or outcome.done():
+                refused = self._settle(sample, _outcomes(outcome, 1)[0])
+                refusal = refusal or refused
+        if refusal is not None:
+            raise refusal
 
     def close(self) -> None:
         """Nothing; workers, sandbox and connections are gone."""
@@ -130,10 +139,11 @@ class Grader:
         task = self._pool.submit("batch_function", path, texts, truths, extras, deadline=deadline)
         return _outcomes(task, len(batch))
 
-    def _settle(self, sample: Sample, outcome: Outcome) -> None:
-        sample.outcome, sample.reward = outcome, outcome.reward
+    def _settle(self, sample: Sample, outcome: Outcome) -> UserError | None:
+        """The refusal to go on with such an outcome, where the config asks for it; else the sample has the outcome."""
         if not outcome.failed:
-            return
+            sample.outcome, sample.reward = outcome, outcome.reward
+            return None
         action: OnFailure = self.config.on_error if outcome.status == "error" else self.config.on_failure
         what = (
             f"a response to prompt {sample.prompt.index} ({sample.prompt.data_source}) got no reward: "
@@ -141,9 +151,10 @@ class Grader:
         )
         if action == "stop":
             key = "on_error" if outcome.status == "error" else "on_failure"
-            raise UserError(f"{what}; to go on in spite of such, set reward.{key} to zero or drop")
-        sample.dropped = action == "drop"
+            return UserError(f"{what}; to go on in spite of such, set reward.{key} to zero or drop")
+        sample.outcome, sample.reward, sample.dropped = outcome, outcome.reward, action == "drop"
         logger.info("%s", what)
+        return None
 
     def _check_path(self, path: str) -> None:
         result = self._pool.submit("check", path, deadline=120.0).result()

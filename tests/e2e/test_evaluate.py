@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from megarl.data.generated import write_arithmetic, write_tokenizer
+from megarl.data.outcome import Outcome
+from megarl.data.samples import Sample
 from megarl.evaluate import main
+from megarl.reward.config import RewardRule
+from megarl.reward.grading import Grader
 from megarl.rollout.in_process import InProcessEngine
 from tests.tiny_models import write_tiny_model
 
@@ -93,6 +97,29 @@ def test_sets_are_evaluated_and_an_interrupted_run_goes_on(
     with pytest.raises(SystemExit) as stopped:
         run(config, tmp_path, capsys)
     assert stopped.value.code == 2 and "sets differ" in capsys.readouterr().err
+
+
+def test_a_grading_that_ends_an_evaluation_loses_no_other(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config["reward"] = {"function": "exact"}
+    submit, generate = Grader._submit, InProcessEngine.generate
+
+    def third_fails(self: Grader, sample: Sample, rule: RewardRule) -> Any:
+        return Outcome(0.0, "error", "it broke") if sample.group == 2 else submit(self, sample, rule)
+
+    monkeypatch.setattr(Grader, "_submit", third_fails)
+    with pytest.raises(SystemExit):
+        run(config, tmp_path, capsys)
+    assert "error: it broke" in capsys.readouterr().err
+    journal = (tmp_path / "run" / "evaluation" / "journal-0000.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["number"] for line in journal) == [0, 1, 3, 4]
+
+    asked: list[int] = []
+    monkeypatch.setattr(InProcessEngine, "generate", lambda self, r, *a: asked.append(len(r)) or generate(self, r, *a))
+    config["reward"]["on_error"] = "zero"
+    metrics = run(config, tmp_path, capsys)
+    assert sum(asked) == 26 and metrics["eval/two/failures"] == 1
 
 
 def test_training_masks_truncated_responses_and_keeps_held_out_ones(

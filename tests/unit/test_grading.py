@@ -35,7 +35,7 @@ def sample_with(response: str, truth: str = "5", source: str = "gsm8k", extra: d
 def graded(config: RewardConfig, *samples: Sample, rule: RewardRule | None = None) -> list[Sample]:
     grader = Grader(config, [rule] if rule else [])
     try:
-        grader.grade(samples, rule)
+        grader.grade(samples, [rule] * len(samples))
     finally:
         grader.close()
     return list(samples)
@@ -114,6 +114,18 @@ def test_a_faulty_function_names_the_sample_and_stops_or_drops(name: str, batche
     zero = graded(config.model_copy(update={"on_error": "zero"}), sample_with("a"), sample_with("b"))
     assert [(sample.reward, sample.dropped) for sample in zero] == [(0.0, False)] * 2
     assert grading_metrics(zero)["reward/errors"] == 2.0
+
+
+def test_a_sample_that_ends_the_run_takes_no_decided_one_with_it() -> None:
+    grader = Grader(RewardConfig(workers=1, function=f"{FUNCTIONS}:quick", deadline=30.0))
+    exact, hangs = RewardRule(function="exact"), RewardRule(function=f"{FUNCTIONS}:sleeps_on")
+    samples = [sample_with("2"), sample_with("no number"), sample_with("5"), sample_with("x")]
+    try:
+        with pytest.raises(UserError, match="it begins 'no number'"):
+            grader.grade(samples, [None, None, exact, hangs])
+        assert [sample.outcome and sample.outcome.reward for sample in samples] == [2.0, None, 1.0, None]
+    finally:
+        grader.close()
 
 
 def test_a_function_that_hangs_is_counted_and_dropped_if_so_configured() -> None:
