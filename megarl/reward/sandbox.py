@@ -161,25 +161,30 @@ class LocalSandbox:
         """
         slots: list[_Slot] = []
         for user in range(FIRST_USER, LAST_USER, 2):
-            if len(slots) == self._count:
-                break
-            # A name that only one socket has, and that is free again when its process ends, however that comes.
-            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                claim.bind(f"\0megarl-sandbox-user-{user}")
-            except OSError as error:
-                claim.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            self._claims.append(claim)
-            slots.append(_Slot(user, user + 1))
+            if len(slots) < self._count and self._claims_user(user):
+                slots.append(_Slot(user, user + 1))
         if len(slots) < self._count:
             raise UserError(
                 f"reward.sandbox.concurrency = {self._count}, but of the {(LAST_USER - FIRST_USER) // 2} pairs of "
                 f"users for programs on this machine only {len(slots)} are not in use"
             )
         return slots
+
+    def _claims_user(self, user: int) -> bool:
+        """Whether the user is this sandbox's from now on; else it is another's."""
+        try:
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._claims.append(claim)
+            # A name that only one socket has, and that is free again when its process ends, however that comes.
+            claim.bind(f"\0megarl-sandbox-user-{user}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise UserError(
+                    f"reward.sandbox.concurrency = {self._count}: no user can be claimed ({error.strerror})"
+                ) from error
+            self._claims.pop().close()
+            return False
+        return True
 
     def _run(self, job: dict[str, Any], slot: _Slot) -> SandboxReport:
         config = self.config
