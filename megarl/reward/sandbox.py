@@ -150,9 +150,9 @@ class LocalSandbox:
 
     def close(self) -> None:
         """Nothing; the helper files are gone, and others may have the users."""
-        self._temporary.cleanup()
         for claim in self._claims:
             claim.close()
+        self._temporary.cleanup()
 
     def _slots_with_users(self) -> list[_Slot]:
         """Slots of two users each that no other sandbox of this machine has, in whichever process and run.

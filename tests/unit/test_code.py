@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -319,6 +322,25 @@ def test_users_that_have_run_out_are_told_and_come_back_when_a_sandbox_closes(mo
     both = LocalSandbox(SandboxConfig(**ENOUGH, concurrency=2), 1)
     assert users_of(both) == set(range(first, first + 4))
     both.close()
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root hands out users")
+def test_a_machine_that_gives_no_more_files_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyseccomp", exc_type=Exception)
+    left: list[Path] = []
+
+    def full(*arguments: Any) -> Any:
+        left.extend(tmp_path.iterdir())
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox_module, "socket", SimpleNamespace(socket=full, AF_UNIX=1, SOCK_DGRAM=2))
+    with pytest.raises(UserError, match=r"concurrency = 3: no user can be claimed \(Too many open files\)"):
+        LocalSandbox(SandboxConfig(concurrency=3), 1)
+    assert left and not list(tmp_path.iterdir())
 
 
 @needs_bubblewrap
