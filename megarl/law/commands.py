@@ -212,11 +212,11 @@ def _prefix(
     points: LawPoints, options: argparse.Namespace, fewest: int, default_fraction: float | None = None
 ) -> int | None:
     """How many of the points are fitted; None for all of them. Raises UserError: they are fewer than `fewest`."""
-    fraction = options.fit_fraction
+    fraction, count = options.fit_fraction, len(points.entropy)
     if fraction is None and options.fit_steps is None:
         fraction = default_fraction
     if fraction is not None:
-        known, part = points_in_fraction(len(points.entropy), fraction), f"the first {fraction:.3g}"
+        known, part = points_in_fraction(count, fraction), f"the first {fraction:.3g}"
     elif options.fit_steps is not None:
         if points.steps is None:
             raise UserError(f"--fit-steps needs a step column in {options.file}; name it with --step")
@@ -224,9 +224,9 @@ def _prefix(
     else:
         return None
     if known < fewest:
+        enough = f"; --fit-fraction {math.ceil(100 * fewest / count) / 100:g} would do" if count > fewest else ""
         raise UserError(
-            f"{part} of {len(points.entropy)} points are {known}; at least {fewest} are needed "
-            "(--fit-fraction, --fit-steps)"
+            f"{part} of {count} points are {known}; at least {fewest} are needed (--fit-fraction, --fit-steps){enough}"
         )
     return known
 

@@ -133,7 +133,10 @@ def print_run_forecast(title: str, ahead: RunForecast, rows: Sequence[BacktestRo
         table.add_row(f"{step:g}", f"{h:.3f}", h_interval, f"{r:.3f}", r_interval)
     print_table(table)
     errors = ", ".join(f"{family} {error:.4g}" for family, error in ahead.held_out_error.items())
-    _say(console, f"Entropy follows a {ahead.decay} best (held-out error in nats: {errors})")
+    if all(math.isnan(error) for error in ahead.held_out_error.values()):
+        _say(console, "Too few points to tell how the entropy falls: all forms are used alike")
+    else:
+        _say(console, f"Entropy follows a {ahead.decay} best (held-out error in nats: {errors})")
     for reason in ahead.fit.reasons:
         console.print(f"[yellow]The law does not hold:[/] {escape(reason.message)}", highlight=False, soft_wrap=True)
     if rows is None:

@@ -140,6 +140,22 @@ def test_law_forecast_from_the_first_points_alone(long_curve: Path, capsys: pyte
     assert "Forecast from step 100 on" in capsys.readouterr().out
 
 
+def test_a_run_too_short_for_its_first_15_percent_is_told_what_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "law.csv"
+    entropies = [0.6 * math.exp(-step / 8) for step in range(21)]
+    lines = [f"{step},{entropy!r},{0.9 - 0.3 * math.exp(entropy)!r}" for step, entropy in enumerate(entropies)]
+    path.write_text("\n".join(["step,entropy,reward", *lines]) + "\n")
+    with pytest.raises(SystemExit):
+        main(["law", "forecast", str(path)])
+    assert "the first 0.15 of 21 points are 3; at least 5 are needed" in (told := capsys.readouterr().err)
+    assert "--fit-fraction 0.24 would do" in told
+    main(["law", "forecast", str(path), "--fit-fraction", "0.24"])
+    printed = capsys.readouterr().out
+    assert "nan" not in printed and "Too few points to tell how the entropy falls" in printed
+
+
 def test_law_scale_reads_coefficients_or_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"small": 1e5, "middle": 1e6, "large": 1e7, "huge": 1e8}
     table, points = ["model,parameters,a,b"], ["run,parameters,step,entropy,reward"]
