@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import shutil
 import statistics
 import sys
 from collections import defaultdict
@@ -291,6 +290,13 @@ def evaluation_identity(config: RunConfig, tasks: Sequence[EvaluationTask]) -> d
     }
 
 
+def _forget_earlier(folder: Path) -> None:
+    """Nothing; an earlier evaluation's files are gone. The folders of a training run's evaluations, step_*, stay."""
+    for file in folder.iterdir():
+        if file.is_file():
+            file.unlink()
+
+
 @exits_cleanly_on_user_error
 def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; evaluates and prints the metrics as one JSON object on rank 0."""
@@ -304,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         folder = Path(config.run.folder) / "evaluation"
         if config.run.overwrite and session.layout.rank == 0 and folder.exists():
-            shutil.rmtree(folder)
+            _forget_earlier(folder)
         session.barrier()
         journal = Journal(folder, evaluation_identity(config, session.evaluation_tasks), rank=session.layout.rank)
         session.rollouts.hand_over_weights(version=0)

@@ -13,7 +13,7 @@ import yaml
 from megarl.data.generated import write_arithmetic, write_tokenizer
 from megarl.data.outcome import Outcome
 from megarl.data.samples import Sample
-from megarl.evaluate import main
+from megarl.evaluate import _forget_earlier, main
 from megarl.reward.config import RewardRule
 from megarl.reward.grading import Grader
 from megarl.rollout.in_process import InProcessEngine
@@ -97,6 +97,16 @@ def test_sets_are_evaluated_and_an_interrupted_run_goes_on(
     with pytest.raises(SystemExit) as stopped:
         run(config, tmp_path, capsys)
     assert stopped.value.code == 2 and "sets differ" in capsys.readouterr().err
+
+
+def test_a_new_evaluation_leaves_those_of_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / "step_000010").mkdir()
+    for name in ("journal-0.jsonl", "identity.json", "results.json", "step_000010/held_out.parquet"):
+        (tmp_path / name).write_text("")
+    _forget_earlier(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
+        "step_000010/held_out.parquet"
+    ]
 
 
 def test_a_grading_that_ends_an_evaluation_loses_no_other(
