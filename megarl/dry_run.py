@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> None:
     which.add_argument("--rank", type=int, help="build this rank alone; the shards are not compared then")
     which.add_argument("--every-rank", action="store_true", help="build every rank, not one of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_intermixed_args(list(arguments))
     if options.world_size < 1:
         raise UserError(f"--world-size = {options.world_size} must be at least 1")
     _leave_gpus_alone(arguments)

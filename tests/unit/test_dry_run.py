@@ -188,7 +188,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     config = config_of(model_folder(tmp_path / "model", "qwen3", tied=True), parallel={"tensor": 2})
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    main([str(file), "--dry-run", "--world-size", "4", "--json"])
+    main([str(file), "--dry-run", "--world-size", "4", "--json", "loop.steps=3"])
     printed = capsys.readouterr().out
     record = json.loads(printed)
     assert printed.count("\n") == 1 and record["replicas"] == 2
