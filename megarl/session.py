@@ -71,6 +71,7 @@ def prepare_run_folder(kind: str, config: RunConfig | SftConfig, shape: ModelSha
             path.mkdir(parents=True, exist_ok=True)
             claim(path)
             if config.run.overwrite and holds_run(path):
+                logger.warning("run.overwrite = true: the earlier run in %s is deleted", path)
                 _empty(path)
             save_config(config, path / "config.yaml")
     return path

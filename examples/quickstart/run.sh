@@ -26,10 +26,10 @@ export PATH="$venv/bin:$PATH"
 out="${QUICKSTART_DIR:-runs/quickstart}"
 mkdir -p "$out/configs"
 
-train() { # MODULE NAME: one program on two ranks, with the paths of its config below $out
+train() { # MODULE NAME: one program on two ranks, with the paths of its config below $out; an earlier run there goes
     echo "== $2"
     sed "s#runs/quickstart#$out#g" "examples/quickstart/$2.yaml" > "$out/configs/$2.yaml"
-    torchrun --standalone --nproc-per-node 2 -m "$1" "$out/configs/$2.yaml"
+    torchrun --standalone --nproc-per-node 2 -m "$1" "$out/configs/$2.yaml" run.overwrite=true
 }
 
 began=$SECONDS

@@ -158,7 +158,9 @@ def test_the_same_model_and_config_go_on_and_another_program_does_not(earlier_ru
         check_earlier_run(earlier_run, "sft", config(), shape)
 
 
-def test_checkpoints_without_the_run_s_config_are_a_run_all_the_same(earlier_run: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_the_run_s_config_are_a_run_all_the_same(
+    earlier_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A crash in the middle of `run.overwrite`, or a tidy hand, may leave no more than them."""
     (earlier_run / "config.yaml").unlink()
     shape = read_model_shape(tmp_path / "qwen2")
@@ -166,7 +168,9 @@ def test_checkpoints_without_the_run_s_config_are_a_run_all_the_same(earlier_run
     with pytest.raises(UserError, match=r"optimizer\.learning_rate = 1e-06 became 0\.1"):
         check_earlier_run(earlier_run, "train", config(optimizer={"learning_rate": 0.1}), shape)
     again = config(run={"folder": str(earlier_run), "overwrite": True}, optimizer={"learning_rate": 0.1})
-    prepare_run_folder("train", again, shape)
+    with caplog.at_level("WARNING"):
+        prepare_run_folder("train", again, shape)
+    assert f"the earlier run in {earlier_run} is deleted" in caplog.text
     assert files.saved_steps(earlier_run / "checkpoints") == [], "the earlier run would go on in the new one"
 
 
