@@ -28,7 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
 @exits_cleanly_on_user_error
 def main(arguments: Sequence[str] | None = None) -> None:
     """Nothing; the command-line entry point."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in options or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # a subcommand of argparse takes no positional arguments behind its options
+        options.overrides += rest
     options.run(options)
 
 

@@ -284,3 +284,20 @@ def test_a_narrow_terminal_cuts_no_number(
     printed = capsys.readouterr().out
     assert "…" not in printed
     assert "│ middle │      4 │ 0.100 ± 0.000 │ 0.400 ± 0.000 │" in printed and "│ large (largest) │" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "run.yaml", "--gpus", "8", "--gpuz", "1"], ["law", "fit", "law.csv", "loop.steps=3"]]
+)
+def test_arguments_that_no_command_takes_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and "unrecognized arguments: " in told and arguments[-1] in told
+
+
+def test_overrides_behind_the_options_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("run: {folder: x}\nmodel: {path: y}\nloop: {steps: 1}\n")
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path / "run.yaml"), "--gpus", "8", "loop.step=3"])
+    assert "loop.step" in (told := capsys.readouterr().err) and "unrecognized" not in told

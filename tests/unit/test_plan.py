@@ -186,7 +186,7 @@ def test_the_command_prints_what_the_functions_say(capsys: pytest.CaptureFixture
     plan = planned(SMALL, 8, mean_response=1700)
     assert printed.count("\n") == 1 and record["fits"] and record["plan"]["margin"] == plan.margin
     assert record["plan"]["training"][0]["states"]["optimizer"] == plan.training[0].states.optimizer
-    main(["plan", str(SMALL), "--gpus", "8"])
+    main(["plan", str(SMALL), "--gpus", "8", "loop.steps=3"])
     printed = capsys.readouterr().out
     assert "8 updates of 256 sequences (32 groups), 128 on a data rank" in printed
     assert "GB are left" in printed and "assumed: 40% of the operations" in printed
