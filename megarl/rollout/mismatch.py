@@ -24,7 +24,7 @@ def token_versions(sample: Sample) -> torch.Tensor:
 def all_token_versions(samples: Sequence[Sample]) -> torch.Tensor:
     """[N] int64: the weight version that sampled each token of all samples."""
     lengths = response_lengths(samples)
-    versions = torch.tensor([sample.weight_version for sample in samples]).repeat_interleave(lengths)
+    versions = torch.tensor([sample.weight_version for sample in samples], dtype=torch.int64).repeat_interleave(lengths)
     for sample, first in zip(samples, (lengths.cumsum(0) - lengths).tolist(), strict=True):
         for segment in sample.version_segments:
             versions[first + segment.start : first + segment.end] = segment.version
